@@ -1,0 +1,238 @@
+"""Where documents start and end in a packed batch: the one description that all parts share."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLayout:
+    """Boundaries of the documents packed into one row of ``total`` tokens.
+
+    For lengths ``[3, 1, 2]``::
+
+        cu_seqlens = [0, 3, 4, 6]          where each document starts, and the end
+        seq_idx    = [0, 0, 0, 1, 2, 2]    which document a token belongs to
+        positions  = [0, 1, 2, 0, 0, 1]    where in its document a token stands
+
+    A batch of several rows is described as its rows laid end to end, so that every row end is
+    a boundary too.
+    """
+
+    cu_seqlens: Tensor
+    """Int32, ``(num_seqs + 1,)``."""
+    lengths: tuple[int, ...]
+    """Tokens of each document, on the host: launching a kernel never waits for the GPU."""
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int]) -> "PackedLayout":
+        """Describe documents of these lengths, packed in this order.
+
+        >>> PackedLayout.from_lengths([3, 1, 2]).cu_seqlens.tolist()
+        [0, 3, 4, 6]
+
+        Raises:
+            ValueError: There is no document, or one without tokens.
+        """
+        lengths = tuple(int(length) for length in lengths)
+        if not lengths or min(lengths) < 1:
+            raise ValueError(
+                f"lengths must be positive and not empty, got {list(lengths)}; "
+                "leave empty documents out before packing"
+            )
+        cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
+        return cls(_mark_checked(cu_seqlens, sum(lengths)), lengths)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor) -> "PackedLayout":
+        """Describe the documents between these offsets (XTuner's ``cumulative_len``).
+
+        Reads the values, so a tensor on the GPU is waited for.
+
+        Raises:
+            ValueError: The offsets do not rise from 0.
+        """
+        _check_offsets(cu_seqlens, total=None)
+        lengths = tuple(cu_seqlens.diff().tolist())
+        return cls(_mark_checked(cu_seqlens, sum(lengths)), lengths)
+
+    @property
+    def total(self) -> int:
+        """Tokens of all documents together."""
+        return sum(self.lengths)
+
+    @property
+    def num_seqs(self) -> int:
+        """Count of documents."""
+        return len(self.lengths)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest document."""
+        return max(self.lengths)
+
+    @property
+    def seq_idx(self) -> Tensor:
+        """Document of each token, int32, ``(1, total)``."""
+        index = torch.arange(self.num_seqs, dtype=torch.int32, device=self.cu_seqlens.device)
+        return self._per_token(index)[None]
+
+    @property
+    def positions(self) -> Tensor:
+        """Place of each token in its document, int64, ``(1, total)``."""
+        starts = self._per_token(self.cu_seqlens[:-1])
+        return (torch.arange(self.total, device=starts.device) - starts)[None]
+
+    def to(self, device: torch.device | str) -> "PackedLayout":
+        """Return the same layout with its tensor on ``device``."""
+        cu_seqlens = self.cu_seqlens.to(device, non_blocking=True)
+        return PackedLayout(_mark_checked(cu_seqlens, self.total), self.lengths)
+
+    def check_covers(self, batch: int, seqlen: int) -> None:
+        """Check that these documents fill a batch of ``batch`` rows of ``seqlen`` tokens.
+
+        Raises:
+            RuntimeError: Tokens are missing or left over, or a document crosses a row end.
+        """
+        if self.total != batch * seqlen:
+            raise RuntimeError(
+                f"the packed layout must cover the batch of {batch} x {seqlen} tokens, got "
+                f"{self.num_seqs} documents with {self.total} tokens; it belongs to another "
+                "batch: publish the layout that was packed with these input_ids"
+            )
+        if batch > 1:
+            ends, offset = set(), 0
+            for length in self.lengths:
+                offset += length
+                ends.add(offset)
+            crossed = [end for end in range(seqlen, self.total, seqlen) if end not in ends]
+            if crossed:
+                raise RuntimeError(
+                    f"every row end must be a document boundary, got none at {crossed[:5]} of "
+                    f"{batch} rows x {seqlen} tokens; pack every row on its own"
+                )
+
+    @contextmanager
+    def published(self) -> Iterator["PackedLayout"]:
+        """Put the layout where the dispatched mixers look for it, and take it back at the end.
+
+        For scripts and tests: in training, ``PackedLayoutHook`` does this for every iteration.
+        Keep the backward inside the block, since activation checkpointing runs the mixers again.
+        """
+        previous = _hub().get_info(_key("packed_layout")), _hub().get_info(_key("mean_targets"))
+        publish_layout(self)
+        try:
+            yield self
+        finally:
+            withdraw_layout()
+            if previous[0] is not None:
+                publish_layout(*previous)
+
+    def _per_token(self, per_seq: Tensor) -> Tensor:
+        # output_size spares a GPU the wait for the sum of the repeats
+        return per_seq.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total)
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, total: int) -> None:
+    """Check that offsets rise from 0 to ``total``, once per tensor.
+
+    A tensor that a :class:`PackedLayout` made was checked on the host. Any other tensor on a GPU
+    is waited for at its first use, not at later ones.
+
+    Raises:
+        ValueError: The dtype, the shape or the values are wrong.
+    """
+    if getattr(cu_seqlens, "_checked", None) != (cu_seqlens._version, total):
+        _check_offsets(cu_seqlens, total)
+        _mark_checked(cu_seqlens, total)
+
+
+def _mark_checked(cu_seqlens: Tensor, total: int) -> Tensor:
+    # the version counter rises when somebody writes into the tensor
+    cu_seqlens._checked = (cu_seqlens._version, total)
+    return cu_seqlens
+
+
+def _check_offsets(cu_seqlens: Tensor, total: int | None) -> None:
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(
+            "cu_seqlens must be int32 of shape (num_seqs + 1,) with num_seqs >= 1, got "
+            f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; "
+            "build it with PackedLayout.from_lengths"
+        )
+    offsets = cu_seqlens.tolist()
+    falls = [i for i, (a, b) in enumerate(zip(offsets, offsets[1:])) if b <= a]
+    if offsets[0] != 0 or falls:
+        where = f" at {falls[0]}: {offsets[falls[0] : falls[0] + 2]}" if falls else ""
+        raise ValueError(
+            "cu_seqlens must start at 0 and rise strictly (no empty document), got "
+            f"{offsets if len(offsets) <= 8 else [*offsets[:8], '...']}{where}"
+        )
+    if total is not None and offsets[-1] != total:
+        raise ValueError(
+            f"cu_seqlens must end at the row's {total} tokens, got {offsets[-1]}; "
+            "boundaries and tokens belong to different packs"
+        )
+
+
+# -- the MessageHub: the one place that knows XTuner's keys --------------------------------------
+# a hub and not a ContextVar: recomputation under activation checkpointing runs on autograd's own
+# threads, which would see a ContextVar's default
+
+
+def publish_layout(layout: PackedLayout, mean_targets: float | None = None) -> None:
+    """Put the boundaries of the batch in flight on XTuner's MessageHub.
+
+    Args:
+        layout: On the device of the batch.
+        mean_targets: Target tokens of a micro-batch, averaged over all micro-batches and ranks
+            of the optimizer step; the loss is divided by it. ``None`` stands for the tokens of
+            the batch itself.
+    """
+    hub = _hub()
+    hub.update_info(_key("packed_layout"), layout)
+    hub.update_info(_key("mean_targets"), mean_targets)
+    # XTuner's own varlen attention reads these two
+    hub.update_info(_key("cumulative_len"), layout.cu_seqlens)
+    hub.update_info(_key("max_seqlen"), layout.max_seqlen)
+
+
+def withdraw_layout() -> None:
+    """Take the boundaries back, so that a batch without any fails instead of using old ones."""
+    for name in ("packed_layout", "mean_targets", "cumulative_len", "max_seqlen"):
+        _hub().update_info(_key(name), None)
+
+
+def current_layout() -> PackedLayout | None:
+    """Boundaries of the batch in flight, also when XTuner's own hook published them."""
+    cumulative_len = _hub().get_info(_key("cumulative_len"))
+    if cumulative_len is None:
+        return None
+    layout = _hub().get_info(_key("packed_layout"))
+    # XTuner's hook neither writes nor withdraws our key: what it left there may be of an old batch
+    if layout is None or layout.cu_seqlens is not cumulative_len:
+        layout = PackedLayout.from_cu_seqlens(cumulative_len)
+        _hub().update_info(_key("packed_layout"), layout)
+        _hub().update_info(_key("mean_targets"), None)
+    return layout
+
+
+def current_mean_targets() -> float | None:
+    """What :func:`publish_layout` was told about the optimizer step of the batch in flight."""
+    return _hub().get_info(_key("mean_targets"))
+
+
+def _hub():
+    from mmengine import MessageHub
+
+    return MessageHub.get_instance("varlen_attn_args")
+
+
+def _key(name: str) -> str:
+    from mmengine.dist import get_rank
+
+    return f"{name}_rank_{get_rank()}"

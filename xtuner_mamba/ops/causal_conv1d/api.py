@@ -1,0 +1,136 @@
+"""Causal depthwise conv1d over packed documents: contract, checks and choice of the kernel.
+
+    y[t, d] = act(bias[d] + sum_k weight[d, k] x[t - (width - 1) + k, d])
+
+where a tap that would read before the document's first token reads its initial state, or zero.
+
+Source: the conv of Gu and Dao, "Mamba", 2023, section 3.4; names as in causal_conv1d.
+
+Dimensions:
+    batch:    rows
+    seqlen:   tokens of a row, all its documents together
+    num_seqs: documents
+    dim:      channels
+    width:    taps of the filter
+"""
+
+from typing import Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from xtuner_mamba.layout import check_cu_seqlens
+
+Impl = Literal["triton", "reference"]
+
+
+class ConvWithStates(NamedTuple):
+    """Result of :func:`causal_conv1d` with ``return_final_states=True``."""
+
+    y: Tensor
+    """``(batch, seqlen, dim)``."""
+    final_states: Tensor
+    """Last ``width - 1`` inputs of each document, oldest first, ``(num_seqs, dim, width - 1)``."""
+
+
+@overload
+def causal_conv1d(*args, return_final_states: Literal[False] = False, **kwargs) -> Tensor: ...
+@overload
+def causal_conv1d(*args, return_final_states: Literal[True], **kwargs) -> ConvWithStates: ...
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    activation: Literal["silu"] | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    impl: Impl | None = None,
+) -> Tensor | ConvWithStates:
+    """Convolve every document on its own, as if each were alone in the batch.
+
+    Products are summed in float32 (float64 for float64 inputs) and rounded once.
+
+    Args:
+        x: Activations, ``(batch, seqlen, dim)``.
+        weight: Filter taps, oldest token first, ``(dim, width)``.
+        bias: Per-channel offset, ``(dim,)``.
+        cu_seqlens: Document boundaries of the one row, int32, ``(num_seqs + 1,)``. Without it
+            every row is one document.
+        activation: Applied to the result.
+        initial_states: Inputs before each document's first token, oldest first,
+            ``(num_seqs, dim, width - 1)``.
+        return_final_states: Also return each document's last ``width - 1`` inputs, those of a
+            shorter document led by its initial state (or zeros).
+        impl: ``"triton"`` runs on a GPU, ``"reference"`` in plain PyTorch. ``None`` takes the
+            first on a GPU and the second elsewhere; a named one is never switched.
+
+    Returns:
+        ``(batch, seqlen, dim)`` in the dtype of ``x``; with ``return_final_states`` a
+        :class:`ConvWithStates` in that dtype. Differentiable in every tensor but ``cu_seqlens``.
+
+    Raises:
+        ValueError: A shape or a boundary disagrees with the above, or ``activation`` or
+            ``impl`` is unknown.
+    """
+    cu_seqlens = _check_inputs(x, weight, bias, cu_seqlens, initial_states)
+    if activation not in (None, "silu"):
+        raise ValueError(f"activation must be None or 'silu', got {activation!r}")
+    args = (x.flatten(0, 1), weight, bias, initial_states, cu_seqlens, activation)
+    y, final_states = _resolve(impl, x.device)(*args, return_final_states=return_final_states)
+    y = y.view(x.shape)
+    return ConvWithStates(y, final_states) if return_final_states else y
+
+
+def _resolve(impl: Impl | None, device: torch.device):
+    if impl is None:
+        impl = "triton" if device.type == "cuda" else "reference"
+    if impl == "triton":
+        from xtuner_mamba.ops.causal_conv1d.triton import causal_conv1d_triton
+
+        return causal_conv1d_triton
+    if impl == "reference":
+        from xtuner_mamba.ops.causal_conv1d.reference import causal_conv1d_reference
+
+        return causal_conv1d_reference
+    raise ValueError(f"impl must be None, 'triton' or 'reference', got {impl!r}")
+
+
+def _check_inputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+) -> Tensor:
+    if x.ndim != 3 or 0 in x.shape:
+        raise ValueError(
+            f"x must have shape (batch, seqlen, dim), none of them 0, got {tuple(x.shape)}"
+        )
+    batch, seqlen, dim = x.shape
+    if weight.ndim != 2 or weight.shape[0] != dim:
+        raise ValueError(
+            f"weight must have shape (dim={dim}, width), got {tuple(weight.shape)}; "
+            "take conv.weight.squeeze(1) of an nn.Conv1d"
+        )
+    if bias is not None and bias.shape != (dim,):
+        raise ValueError(f"bias must have shape {(dim,)}, got {tuple(bias.shape)}")
+    if cu_seqlens is None:
+        num_seqs = batch
+        cu_seqlens = torch.arange(0, batch * seqlen + 1, seqlen, dtype=torch.int32, device=x.device)
+    else:
+        if batch != 1:
+            raise ValueError(
+                f"x must have batch 1 with cu_seqlens, got {tuple(x.shape)}; "
+                "lay the rows end to end: x.reshape(1, -1, dim)"
+            )
+        check_cu_seqlens(cu_seqlens, seqlen)
+        num_seqs = len(cu_seqlens) - 1
+    expected = (num_seqs, dim, weight.shape[1] - 1)
+    if initial_states is not None and initial_states.shape != expected:
+        raise ValueError(
+            f"initial_states must have shape {expected}, the width - 1 inputs before each "
+            f"document, got {tuple(initial_states.shape)}"
+        )
+    return cu_seqlens

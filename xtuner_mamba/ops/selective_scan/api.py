@@ -1,0 +1,170 @@
+"""Selective scan (Mamba-1) over packed documents: contract, checks and choice of the kernel.
+
+For every document on its own, with the state h zero (or given) before its first token t:
+
+    dt'  = softplus(dt + dt_bias)            (softplus only if asked for)
+    h[t] = exp(dt'[t] A) h[t-1] + dt'[t] B[t] x[t]
+    y[t] = (C[t] . h[t] + D x[t]) silu(z[t])
+
+Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023,
+algorithm 2; argument names as in mamba_ssm.
+
+Dimensions:
+    batch:    rows
+    seqlen:   tokens of a row, all its documents together
+    num_seqs: documents
+    dim:      channels
+    dstate:   states of a channel
+"""
+
+from typing import Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from xtuner_mamba.layout import check_cu_seqlens
+
+Impl = Literal["triton", "cpu", "reference"]
+
+
+class ScanWithStates(NamedTuple):
+    """Result of :func:`selective_scan` with ``return_final_states=True``."""
+
+    y: Tensor
+    """``(batch, seqlen, dim)``."""
+    final_states: Tensor
+    """State after the last token of each document, ``(num_seqs, dim, dstate)``."""
+
+
+@overload
+def selective_scan(*args, return_final_states: Literal[False] = False, **kwargs) -> Tensor: ...
+@overload
+def selective_scan(*args, return_final_states: Literal[True], **kwargs) -> ScanWithStates: ...
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    impl: Impl | None = None,
+) -> Tensor | ScanWithStates:
+    """Scan every document on its own, as if each were alone in the batch.
+
+    The state is kept in float32 (float64 for float64 inputs) and the output rounded once.
+
+    Args:
+        x: Input of the recurrence, ``(batch, seqlen, dim)``.
+        dt: Step sizes before bias and softplus, ``(batch, seqlen, dim)``.
+        A: Decay rates, negative, float32 or float64, ``(dim, dstate)``.
+        B: Input weights, ``(batch, seqlen, dstate)``.
+        C: Output weights, ``(batch, seqlen, dstate)``.
+        D: Skip weights, ``(dim,)``.
+        z: Gate, ``(batch, seqlen, dim)``.
+        dt_bias: Added to ``dt``, ``(dim,)``.
+        dt_softplus: Apply softplus to ``dt + dt_bias``.
+        cu_seqlens: Document boundaries of the one row, int32, ``(num_seqs + 1,)``. Without it
+            every row is one document.
+        initial_states: State before each document's first token, ``(num_seqs, dim, dstate)``.
+        return_final_states: Also return the state after each document's last token.
+        impl: ``"triton"`` runs on a GPU, ``"cpu"`` advances all documents together in plain
+            PyTorch, ``"reference"`` is the definition, token by token. ``None`` takes the first
+            on a GPU and the second elsewhere; a named one is never switched.
+
+    Returns:
+        ``(batch, seqlen, dim)`` in the dtype of ``x``; with ``return_final_states`` a
+        :class:`ScanWithStates` whose states are float32 (or float64). Differentiable in every
+        tensor but ``cu_seqlens``.
+
+    Raises:
+        ValueError: A shape, a dtype or a boundary disagrees with the above, or ``impl`` is
+            unknown.
+    """
+    cu_seqlens = _check_inputs(x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states)
+    rows = (None if t is None else t.flatten(0, 1) for t in (x, dt, B, C, z))
+    x_, dt_, B_, C_, z_ = rows
+    args = (x_, dt_, A, B_, C_, D, z_, dt_bias, initial_states, cu_seqlens, dt_softplus)
+    y, final_states = _resolve(impl, x.device)(*args, return_final_states=return_final_states)
+    y = y.view(x.shape)
+    return ScanWithStates(y, final_states) if return_final_states else y
+
+
+def _resolve(impl: Impl | None, device: torch.device):
+    if impl is None:
+        impl = "triton" if device.type == "cuda" else "cpu"
+    if impl == "triton":
+        from xtuner_mamba.ops.selective_scan.triton import selective_scan_triton
+
+        return selective_scan_triton
+    if impl == "cpu":
+        from xtuner_mamba.ops.selective_scan.cpu import selective_scan_cpu
+
+        return selective_scan_cpu
+    if impl == "reference":
+        from xtuner_mamba.ops.selective_scan.reference import selective_scan_reference
+
+        return selective_scan_reference
+    raise ValueError(f"impl must be None, 'triton', 'cpu' or 'reference', got {impl!r}")
+
+
+def _check_inputs(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+) -> Tensor:
+    if x.ndim != 3 or 0 in x.shape:
+        raise ValueError(
+            f"x must have shape (batch, seqlen, dim), none of them 0, got {tuple(x.shape)}"
+        )
+    if A.ndim != 2 or A.shape[0] != x.shape[2]:
+        raise ValueError(f"A must have shape (dim={x.shape[2]}, dstate), got {tuple(A.shape)}")
+    batch, seqlen, dim = x.shape
+    dstate = A.shape[1]
+    expected = {
+        "dt": (dt, (batch, seqlen, dim)),
+        "B": (B, (batch, seqlen, dstate)),
+        "C": (C, (batch, seqlen, dstate)),
+        "D": (D, (dim,)),
+        "z": (z, (batch, seqlen, dim)),
+        "dt_bias": (dt_bias, (dim,)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    state_dtype = torch.promote_types(x.dtype, torch.float32)
+    if not x.is_floating_point() or A.dtype != state_dtype:
+        raise ValueError(
+            f"A must be {state_dtype} for x of {x.dtype}, got {A.dtype}; "
+            "a rounded A changes every decay: keep A_log in float32"
+        )
+    if cu_seqlens is None:
+        num_seqs = batch
+        cu_seqlens = torch.arange(0, batch * seqlen + 1, seqlen, dtype=torch.int32, device=x.device)
+    else:
+        if batch != 1:
+            raise ValueError(
+                f"x must have batch 1 with cu_seqlens, got {tuple(x.shape)}; "
+                "lay the rows end to end: x.reshape(1, -1, dim)"
+            )
+        check_cu_seqlens(cu_seqlens, seqlen)
+        num_seqs = len(cu_seqlens) - 1
+    if initial_states is not None and initial_states.shape != (num_seqs, dim, dstate):
+        raise ValueError(
+            f"initial_states must have shape {(num_seqs, dim, dstate)}, one state a document, "
+            f"got {tuple(initial_states.shape)}"
+        )
+    return cu_seqlens
