@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -165,7 +166,7 @@ def _check_offsets(cu_seqlens: Tensor, total: int | None) -> None:
             "build it with PackedLayout.from_lengths"
         )
     offsets = cu_seqlens.tolist()
-    falls = [i for i, (a, b) in enumerate(zip(offsets, offsets[1:])) if b <= a]
+    falls = [i for i, (a, b) in enumerate(pairwise(offsets)) if b <= a]
     if offsets[0] != 0 or falls:
         where = f" at {falls[0]}: {offsets[falls[0] : falls[0] + 2]}" if falls else ""
         raise ValueError(
