@@ -8,6 +8,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+IGNORE_INDEX = -100
+"""Label that the loss leaves out, in PyTorch as in XTuner."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
@@ -87,6 +90,26 @@ class PackedLayout:
         """Place of each token in its document, int64, ``(1, total)``."""
         starts = self._per_token(self.cu_seqlens[:-1])
         return (torch.arange(self.total, device=starts.device) - starts)[None]
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Shift labels to the tokens that predict them, within documents only.
+
+        For lengths ``[3, 1, 2]``, with ``-`` for -100::
+
+            labels  = [a, b, c,   d,   e, f]
+            targets = [b, c, -,   -,   f, -]
+
+        so that the first token of a document is never a target of its neighbour's last one.
+
+        Args:
+            labels: Int64, any shape with ``total`` elements, on the layout's device.
+
+        Returns:
+            Int64, ``(total,)``.
+        """
+        inner = labels.flatten().index_fill(0, self.cu_seqlens[:-1].long(), IGNORE_INDEX)
+        # the row's last token wraps round to the first, which is masked as a document's start
+        return inner.roll(-1)
 
     def to(self, device: torch.device | str) -> "PackedLayout":
         """Return the same layout with its tensor on ``device``."""
@@ -185,14 +208,14 @@ def _check_offsets(cu_seqlens: Tensor, total: int | None) -> None:
 # threads, which would see a ContextVar's default
 
 
-def publish_layout(layout: PackedLayout, mean_targets: float | None = None) -> None:
+def publish_layout(layout: PackedLayout, mean_targets: Tensor | None = None) -> None:
     """Put the boundaries of the batch in flight on XTuner's MessageHub.
 
     Args:
         layout: On the device of the batch.
         mean_targets: Target tokens of a micro-batch, averaged over all micro-batches and ranks
-            of the optimizer step; the loss is divided by it. ``None`` stands for the tokens of
-            the batch itself.
+            of the optimizer step, float32, ``()``; the loss is divided by it. ``None`` stands
+            for the targets of the batch itself.
     """
     hub = _hub()
     hub.update_info(_key("packed_layout"), layout)
@@ -222,7 +245,7 @@ def current_layout() -> PackedLayout | None:
     return layout
 
 
-def current_mean_targets() -> float | None:
+def current_mean_targets() -> Tensor | None:
     """What :func:`publish_layout` was told about the optimizer step of the batch in flight."""
     return _hub().get_info(_key("mean_targets"))
 

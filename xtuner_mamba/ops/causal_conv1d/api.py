@@ -78,7 +78,9 @@ def causal_conv1d(
     if activation not in (None, "silu"):
         raise ValueError(f"activation must be None or 'silu', got {activation!r}")
     args = (x.flatten(0, 1), weight, bias, initial_states, cu_seqlens, activation)
-    y, final_states = _resolve(impl, x.device)(*args, return_final_states=return_final_states)
+    # the ops choose their own precision: autocast would round their float32 products
+    with torch.autocast(x.device.type, enabled=False):
+        y, final_states = _resolve(impl, x.device)(*args, return_final_states=return_final_states)
     y = y.view(x.shape)
     return ConvWithStates(y, final_states) if return_final_states else y
 

@@ -91,7 +91,9 @@ def selective_scan(
     rows = (None if t is None else t.flatten(0, 1) for t in (x, dt, B, C, z))
     x_, dt_, B_, C_, z_ = rows
     args = (x_, dt_, A, B_, C_, D, z_, dt_bias, initial_states, cu_seqlens, dt_softplus)
-    y, final_states = _resolve(impl, x.device)(*args, return_final_states=return_final_states)
+    # the ops choose their own precision: autocast would round their float32 products
+    with torch.autocast(x.device.type, enabled=False):
+        y, final_states = _resolve(impl, x.device)(*args, return_final_states=return_final_states)
     y = y.view(x.shape)
     return ScanWithStates(y, final_states) if return_final_states else y
 

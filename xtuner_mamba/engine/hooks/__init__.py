@@ -1,0 +1,3 @@
+from xtuner_mamba.engine.hooks.packed_layout_hook import PackedLayoutHook
+
+__all__ = ["PackedLayoutHook"]

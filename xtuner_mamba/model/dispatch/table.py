@@ -1,0 +1,90 @@
+"""Which layers mix tokens, and what replaces their forward when rows hold packed documents."""
+
+import re
+import types
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+
+from torch import nn
+
+DISPATCH_TABLE = {
+    "MambaMixer": "xtuner_mamba.model.dispatch.mamba:mamba_mixer_forward",
+}
+"""Mixer class name to ``module:function``, a forward that keeps documents apart."""
+
+# transformers' names for layers that let tokens see each other
+_MIXER_NAME = re.compile(r"(Mixer|Attention|SdpaAttention|FlashAttention2)$")
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What :func:`dispatch_packed` replaced."""
+
+    counts: dict[str, int]
+    """Layers replaced, by class name."""
+    _previous: tuple[tuple[nn.Module, types.MethodType | None], ...]
+
+    def undo(self) -> None:
+        """Give every layer the forward back that it had."""
+        for module, forward in self._previous:
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+
+def token_mixers(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """Find the layers that let tokens see each other, by class name."""
+    found: dict[str, list[nn.Module]] = {}
+    for module in model.modules():
+        name = type(module).__name__
+        if name in DISPATCH_TABLE or _MIXER_NAME.search(name):
+            found.setdefault(name, []).append(module)
+    return found
+
+
+def dispatch_packed(model: nn.Module, also_covered: Iterable[str] = ()) -> Dispatched:
+    """Replace the forward of every token mixer by one that keeps packed documents apart.
+
+    The layers of this model alone are changed, not their classes. From then on they read the
+    published :class:`~xtuner_mamba.layout.PackedLayout` and refuse to run without one, but for
+    generation with a cache.
+
+    Args:
+        model: For example ``transformers.MambaForCausalLM``, also wrapped by PEFT.
+        also_covered: Class names that somebody else keeps apart (XTuner's flash attention).
+
+    Returns:
+        What was replaced; its ``undo()`` takes it back.
+
+    Raises:
+        RuntimeError: The model has no token mixer that is known here, or one that nothing keeps
+            apart, which would leak between documents.
+    """
+    found = token_mixers(model)
+    leaking = sorted(set(found) - set(DISPATCH_TABLE) - set(also_covered))
+    if leaking:
+        raise RuntimeError(
+            f"every token-mixing layer of {type(model).__name__} must have a varlen path, got "
+            f"none for {leaking}; they would carry one document into the next: train with "
+            f"use_varlen_attn=False, or use a model of {sorted(DISPATCH_TABLE)}"
+        )
+    known = {name: modules for name, modules in found.items() if name in DISPATCH_TABLE}
+    if not known:
+        seen = sorted({type(module).__name__ for module in model.modules()})
+        raise RuntimeError(
+            f"{type(model).__name__} must have a layer of {sorted(DISPATCH_TABLE)}, got only "
+            f"{seen}; nothing was dispatched, so packed documents would leak"
+        )
+    previous = []
+    for name, modules in known.items():
+        module_name, function_name = DISPATCH_TABLE[name].split(":")
+        forward = getattr(import_module(module_name), function_name)
+        for module in modules:
+            had = module.__dict__.get("forward")
+            if getattr(had, "__func__", None) is forward:
+                continue
+            previous.append((module, had))
+            module.forward = types.MethodType(forward, module)
+    return Dispatched(dict(Counter(type(m).__name__ for m, _ in previous)), tuple(previous))

@@ -1,0 +1,123 @@
+"""Supervised fine-tuning and pre-training on packed documents, as a thin subclass of XTuner's."""
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from mmengine import print_log
+from torch import Tensor, nn
+from xtuner.model import SupervisedFinetune
+
+from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout, current_layout, current_mean_targets
+from xtuner_mamba.model.dispatch import dispatch_packed
+
+KEEP_FLOAT32 = ("A_log", "D")
+"""Parameters of a Mamba mixer that a low-precision model keeps in float32 (Mamba's own rule)."""
+
+
+class PackedSupervisedFinetune(SupervisedFinetune):
+    """``SupervisedFinetune`` whose packed step equals the step on its documents one by one.
+
+    With ``use_varlen_attn`` the mixers stop at document boundaries, a document's first token is
+    nobody's target, and the loss is the mean over all target tokens of the optimizer step
+    (requirement E4). Without it, XTuner's own model.
+
+    Args:
+        llm: As in XTuner: a config dict or a module.
+        use_varlen_attn: Rows hold packed documents.
+        autocast_dtype: Run the forward under autocast of this dtype, ``"bfloat16"`` or
+            ``"float16"``. Only for engines that do not (DeepSpeed in float32); XTuner's
+            ``AmpOptimWrapper`` sets its own.
+        **kwargs: XTuner's other arguments.
+    """
+
+    def __init__(
+        self,
+        llm: dict | nn.Module,
+        *,
+        use_varlen_attn: bool = True,
+        autocast_dtype: str | None = None,
+        **kwargs,
+    ) -> None:
+        if autocast_dtype not in (None, "bfloat16", "float16"):
+            raise ValueError(
+                f"autocast_dtype must be None, 'bfloat16' or 'float16', got {autocast_dtype!r}"
+            )
+        super().__init__(llm, use_varlen_attn=use_varlen_attn, **kwargs)
+        self.autocast_dtype = autocast_dtype
+
+    def build_llm_from_cfg(
+        self, llm_cfg: dict | nn.Module, use_varlen_attn: bool, max_position_embeddings: int | None
+    ) -> nn.Module:
+        """Build the language model, its ``A_log`` and ``D`` in float32, its mixers dispatched."""
+        dtype = None
+        if isinstance(llm_cfg, dict) and "quantization_config" not in llm_cfg:
+            # loaded in full and rounded here, since A_log and D must never have been rounded
+            dtype = _as_dtype(llm_cfg.pop("torch_dtype", None))
+        llm = super().build_llm_from_cfg(llm_cfg, use_varlen_attn, max_position_embeddings)
+        if dtype is not None:
+            llm.to(dtype) if dtype.itemsize >= 4 else _round_all_but_float32(llm, dtype)
+        if use_varlen_attn:
+            dispatched = dispatch_packed(llm)
+            if dispatched.counts:
+                print_log(f"Dispatch packed forwards: {dispatched.counts}", "current")
+        return llm
+
+    def forward(self, data: dict, data_samples=None, mode: str = "loss"):
+        """Run XTuner's forward, under ``autocast_dtype`` if there is one."""
+        if self.autocast_dtype is None:
+            context = nullcontext()
+        else:
+            device = data["input_ids"].device.type
+            context = torch.autocast(device, getattr(torch, self.autocast_dtype))
+        with context:
+            return super().forward(data, data_samples, mode)
+
+    def compute_loss(self, data: dict, data_samples=None) -> dict[str, Tensor]:
+        """Return the batch's share of the optimizer step's mean token loss."""
+        layout = current_layout()
+        if not self.use_varlen_attn or layout is None:
+            # without a layout a dispatched mixer raises
+            return super().compute_loss(data, data_samples)
+        labels = data.pop("labels")
+        logits = self.llm(**data).logits
+        return {"loss": packed_token_loss(logits, labels, layout, current_mean_targets())}
+
+
+def packed_token_loss(
+    logits: Tensor, labels: Tensor, layout: PackedLayout, mean_targets: Tensor | None = None
+) -> Tensor:
+    """Sum the cross entropy over the target tokens and divide by the step's mean target count.
+
+    Averaged over the step's micro-batches and ranks, as MMEngine and DeepSpeed do, this is the
+    mean over every target token of the optimizer step.
+
+    Args:
+        logits: ``(batch, seqlen, vocab)``.
+        labels: Int64, ``(batch, seqlen)``, not shifted, -100 where there is no target.
+        layout: Boundaries of the batch.
+        mean_targets: Targets of a micro-batch, averaged over the optimizer step, ``()``. ``None``
+            stands for the targets of this batch.
+    """
+    targets = layout.targets(labels)
+    total = F.cross_entropy(
+        logits.flatten(0, -2), targets, ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    if mean_targets is None:
+        mean_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)
+    return total / mean_targets
+
+
+def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = getattr(torch, dtype.removeprefix("torch."))
+    return dtype
+
+
+def _round_all_but_float32(llm: nn.Module, dtype: torch.dtype) -> None:
+    for name, parameter in llm.named_parameters():
+        if parameter.is_floating_point() and name.rpartition(".")[2] not in KEEP_FLOAT32:
+            parameter.data = parameter.data.to(dtype)
+    for buffer in llm.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
