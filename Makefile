@@ -1,0 +1,55 @@
+# make demo | test | lint | bench | test-gpu: each does its own set-up.
+# PYTHON=python3 uses that interpreter as it is and installs nothing.
+
+VENV := .venv
+BASE_PYTHON := $(or $(shell command -v python3.11),$(shell command -v python3))
+PYTHON := $(VENV)/bin/python
+PIP_INSTALL = $(PYTHON) -m pip install --quiet --progress-bar off --disable-pip-version-check
+
+# nothing here may reach for a model hub, whatever a test or a config asks for
+export HF_HUB_OFFLINE := 1
+
+ifeq ($(PYTHON),$(VENV)/bin/python)
+INSTALLED := $(VENV)/installed
+INSTALLED_DEV := $(VENV)/installed-dev
+endif
+
+.DELETE_ON_ERROR:
+
+.PHONY: demo test lint bench test-gpu clean
+
+demo: $(INSTALLED)
+	$(PYTHON) tools/run_demo.py
+
+test: $(INSTALLED_DEV)
+	$(PYTHON) -m pytest -q
+
+lint: $(INSTALLED_DEV)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+bench: $(INSTALLED_DEV)
+	$(PYTHON) benchmarks/bench_cpu_scan.py
+	$(PYTHON) benchmarks/bench_planning.py
+	if $(PYTHON) -c "import torch; raise SystemExit(not torch.cuda.is_available())"; \
+	then $(PYTHON) benchmarks/bench_kernels.py; fi
+
+test-gpu: $(INSTALLED_DEV)
+	$(PYTHON) tools/record_gpu_tests.py
+
+clean:
+	rm -rf $(VENV) demo work_dirs build dist
+
+$(VENV)/bin/python:
+	$(BASE_PYTHON) -m venv $(VENV)
+
+# the stamps are younger than what decides the installation, so a second call installs nothing
+$(VENV)/installed: pyproject.toml $(wildcard startup/*) | $(VENV)/bin/python
+	@echo "installing xtuner-mamba and XTuner into $(VENV) (some minutes, once)"
+	$(PIP_INSTALL) -e .
+	touch $@
+
+$(VENV)/installed-dev: pyproject.toml $(wildcard startup/*) | $(VENV)/bin/python
+	@echo "installing xtuner-mamba, XTuner and the test tools into $(VENV) (some minutes, once)"
+	$(PIP_INSTALL) -e ".[dev]"
+	touch $@ $(VENV)/installed
