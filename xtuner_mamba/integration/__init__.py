@@ -1,0 +1,111 @@
+"""How the plugin joins XTuner: the only place that touches what others keep to themselves.
+
+``_xtuner_mamba_startup`` hands every module of XTuner to :func:`patch` when Python has executed
+it. One entry of :data:`PATCHES` is one thing that the plugin changes; ``docs/xtuner.md`` tells
+why. Imports nothing heavy, since it runs at the first import of XTuner.
+"""
+
+import warnings
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to a module that is not ours."""
+
+    after: str
+    """The module of XTuner whose execution sets it off."""
+    function: str
+    """``module:function`` of this package; it gets the module to change."""
+    needs: tuple[str, ...]
+    """Names that the module must have, or XTuner is not what the function was written for."""
+    target: str | None = None
+    """The module to change, if it is another one."""
+    checked_on: str = "xtuner 0.2.0"
+
+
+PATCHES = (
+    Patch(
+        after="xtuner.entry_point",
+        function="commands:fail_like_the_child",
+        needs=("cli", "print_log", "subprocess"),
+    ),
+    Patch(
+        after="xtuner.configs",
+        function="templates:add_templates",
+        needs=("cfgs_name_path",),
+    ),
+    Patch(
+        after="xtuner.model.modules.dispatch",
+        function="dispatch:dispatch_per_class",
+        needs=("VARLEN_ATTN_DISPATCH_MAPPING", "SUPPORT_FLASH2", "dispatch_varlen_attn_forward"),
+    ),
+    Patch(
+        after="xtuner.tools.utils",
+        function="train:check_before_building",
+        needs=("set_model_resource",),
+    ),
+    Patch(
+        after="xtuner.tools.utils",
+        function="deepspeed:keep_engine_in_float32",
+        needs=("auto_dtype_of_deepspeed_config",),
+    ),
+    Patch(
+        after="xtuner.engine._strategy.deepspeed",
+        function="deepspeed:keep_optimizer_groups",
+        needs=("DeepSpeedStrategy",),
+        checked_on="xtuner 0.2.0, mmengine 0.10.6",
+    ),
+    Patch(
+        after="xtuner.tools.utils",
+        function="checkpoints:load_seed_of_own_checkpoint",
+        needs=("get_seed_from_checkpoint",),
+    ),
+    Patch(
+        after="xtuner.registry",
+        function="checkpoints:load_own_checkpoints",
+        needs=("CheckpointLoader", "load_from_local"),
+        target="mmengine.runner.checkpoint",
+        checked_on="mmengine 0.10.6, torch 2.14",
+    ),
+    Patch(
+        after="xtuner.registry",
+        function="devices:init_dist_without_gpu",
+        needs=("_init_dist_pytorch", "_init_dist_slurm", "_init_dist_mpi"),
+        target="mmengine.dist.utils",
+        checked_on="mmengine 0.10.6",
+    ),
+    Patch(
+        after="xtuner.utils.device",
+        function="devices:tell_cpu_has_bfloat16",
+        needs=("torch", "get_torch_device"),
+        checked_on="xtuner 0.2.0, torch 2.14",
+    ),
+)
+
+
+def patch(module: ModuleType) -> None:
+    """Apply what waits for ``module``; what does not fit any more is left out with a warning."""
+    for entry in PATCHES:
+        if entry.after == module.__name__:
+            target = module if entry.target is None else import_module(entry.target)
+            apply(entry, target)
+
+
+def apply(entry: Patch, target: ModuleType) -> None:
+    """Apply one patch, or warn that its target is not what it was written for."""
+    missing = [name for name in entry.needs if not hasattr(target, name)]
+    if missing:
+        warnings.warn(
+            f"{target.__name__} must have {', '.join(entry.needs)} for xtuner_mamba to join it, "
+            f"got none of {missing}; install what it was checked on ({entry.checked_on}), or set "
+            "XTUNER_MAMBA_DISABLE=1 to use XTuner without the plugin",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    module_name, function_name = entry.function.split(":")
+    function = getattr(import_module(f"{__name__}.{module_name}"), function_name)
+    function(target)

@@ -1,0 +1,52 @@
+"""``--resume`` and ``load_from`` with torch >= 2.6.
+
+Since then ``torch.load`` refuses everything but tensors unless told otherwise, and MMEngine's
+checkpoints hold a message hub, numpy values and optimizer state. Only files that the user names
+on this machine are read in full; downloads stay restricted.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+# torch's own switch for calls that do not say weights_only
+_SWITCH = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+def load_own_checkpoints(checkpoint: ModuleType) -> None:
+    """Let MMEngine read a local checkpoint in full."""
+    checkpoint.load_from_local = reads_in_full(checkpoint.load_from_local)
+    checkpoint.CheckpointLoader.register_scheme(
+        prefixes="", loader=checkpoint.load_from_local, force=True
+    )
+
+
+def load_seed_of_own_checkpoint(utils: ModuleType) -> None:
+    """Let ``xtuner train --resume`` read the seed, of a file or of a DeepSpeed folder."""
+    utils.get_seed_from_checkpoint = reads_in_full(utils.get_seed_from_checkpoint)
+
+
+def reads_in_full(function: Callable) -> Callable:
+    """Wrap a function whose ``torch.load`` calls shall unpickle everything."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        with _full_unpickling():
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+@contextmanager
+def _full_unpickling() -> Iterator[None]:
+    before = os.environ.get(_SWITCH)
+    os.environ[_SWITCH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SWITCH]
+        else:
+            os.environ[_SWITCH] = before

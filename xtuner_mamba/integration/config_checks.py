@@ -1,0 +1,178 @@
+"""What a config must fulfil to train on packed documents, before anything is built."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from mmengine.config import Config
+from torch import nn
+
+from xtuner_mamba.model.dispatch import DISPATCH_TABLE, token_mixers
+
+_HOOKS = ("PackedLayoutHook", "VarlenAttnArgsToMessageHubHook")
+
+
+class ConfigError(ValueError):
+    """A config that cannot train, in words for the person who wrote it."""
+
+
+def check_packed_training(cfg: Config, args: argparse.Namespace) -> bool:
+    """Check a config with ``use_varlen_attn``; any other is XTuner's business.
+
+    Args:
+        cfg: As read by ``xtuner train``, ``--cfg-options`` merged.
+        args: Of ``xtuner train``.
+
+    Returns:
+        Whether every token mixer of the model has a varlen path of ours.
+
+    Raises:
+        ConfigError: The config cannot train.
+    """
+    if cfg.get("framework", "mmengine").lower() == "huggingface" or not _uses_varlen(cfg):
+        return False
+    _check_batches(cfg)
+    _check_hooks(cfg)
+    _check_work_dir(cfg, args)
+    covered = _check_model(cfg.model.llm)
+    _check_sequence_parallel(cfg, covered)
+    return covered
+
+
+def type_name(node: dict) -> str:
+    """Return the bare name of what a config dict builds, whatever form its type has."""
+    built = node.get("type")
+    return getattr(built, "__name__", str(built)).rpartition(".")[2]
+
+
+def walk(node: object, path: str = "") -> Iterator[tuple[str, dict]]:
+    """Iterate over a part of a config and every dict below it, with their paths."""
+    if isinstance(node, dict):
+        yield path, node
+        # dict's own items: the config's build what they return
+        for key, value in dict.items(node):
+            yield from walk(value, f"{path}.{key}" if path else key)
+    elif isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            yield from walk(value, f"{path}[{index}]")
+
+
+def _uses_varlen(cfg: Config) -> bool:
+    settings = {
+        f"{path}.use_varlen_attn" if path else "use_varlen_attn": bool(node["use_varlen_attn"])
+        for path, node in walk(cfg._cfg_dict)
+        if "use_varlen_attn" in node
+    }
+    if len(set(settings.values())) > 1:
+        raise ConfigError(
+            f"use_varlen_attn must be the same everywhere, got {settings}; set it in the config "
+            "file, since --cfg-options does not reach what the file computed from it"
+        )
+    return any(settings.values())
+
+
+def _check_batches(cfg: Config) -> None:
+    batch_size = cfg.train_dataloader.batch_size
+    if batch_size != 1:
+        raise ConfigError(
+            f"batch_size must be 1 with use_varlen_attn, got {batch_size}; a row already holds "
+            "many documents: raise max_length instead, or accumulative_counts"
+        )
+    settings = [cfg, *(node for _, node in walk(cfg.train_dataloader))]
+    if not all(node.get("pack_to_max_length", True) for node in settings):
+        raise ConfigError(
+            "pack_to_max_length must be True with use_varlen_attn, got False; set it to True, or "
+            "train on padded rows with use_varlen_attn=False"
+        )
+
+
+def _check_hooks(cfg: Config) -> None:
+    names = [type_name(hook) for hook in cfg.get("custom_hooks") or ()]
+    if not set(names) & set(_HOOKS):
+        raise ConfigError(
+            f"custom_hooks must hold PackedLayoutHook with use_varlen_attn, got {names}; add "
+            "dict(type=PackedLayoutHook) from xtuner_mamba.engine.hooks, without it the model "
+            "does not know where documents start"
+        )
+
+
+def _check_work_dir(cfg: Config, args: argparse.Namespace) -> None:
+    default = Path("work_dirs") / Path(args.config).stem
+    work_dir = Path(args.work_dir or cfg.get("work_dir") or default)
+    checkpoints = sorted(work_dir.glob("iter_*.pth")) + sorted(work_dir.glob("epoch_*.pth"))
+    # MMEngine saves a file, DeepSpeed a folder of the same name
+    wrong = [path.name for path in checkpoints if path.is_dir() != bool(args.deepspeed)]
+    if wrong:
+        saved, saves = ("a file", "a folder") if args.deepspeed else ("a folder", "a file")
+        raise ConfigError(
+            f"work_dir must not hold checkpoints of a run {'without' if args.deepspeed else 'with'}"
+            f" DeepSpeed, got {wrong} in {work_dir}, each {saved} where this run saves {saves}; "
+            "choose another --work-dir, or move them away"
+        )
+
+
+def _check_model(llm: dict) -> bool:
+    model = _model_without_weights(llm)
+    if model is None:
+        return False
+    found = token_mixers(model)
+    if found and set(found) <= set(DISPATCH_TABLE):
+        return True
+    from xtuner.model.modules.dispatch import SUPPORT_FLASH2, VARLEN_ATTN_DISPATCH_MAPPING
+
+    theirs = {name for name, entry in VARLEN_ATTN_DISPATCH_MAPPING.items() if entry is not None}
+    class_name = type(model).__name__
+    leaking = sorted(set(found) - set(DISPATCH_TABLE) - theirs)
+    if leaking or not (found or theirs & {type(module).__name__ for module in model.modules()}):
+        raise ConfigError(
+            f"every token-mixing layer of {class_name} must have a varlen path, got none for "
+            f"{leaking or 'any layer'}; train with use_varlen_attn=False, or use a model whose "
+            f"layers are among {sorted(DISPATCH_TABLE)}"
+        )
+    if not SUPPORT_FLASH2:
+        raise ConfigError(
+            f"flash-attn must be installed for the varlen path of {sorted(found)} in "
+            f"{class_name}, got none; `pip install flash-attn`, or train with "
+            "use_varlen_attn=False"
+        )
+    return False
+
+
+def _model_without_weights(llm: dict) -> nn.Module | None:
+    """Build the class that ``from_pretrained`` would, on no device; None for other builders."""
+    from transformers import AutoConfig
+    from transformers.modeling_utils import no_init_weights
+
+    path = llm.get("pretrained_model_name_or_path")
+    model_class = getattr(llm.get("type"), "__self__", None)
+    if path is None or not isinstance(model_class, type):
+        return None
+    trust = dict(trust_remote_code=bool(llm.get("trust_remote_code", False)))
+    try:
+        config = AutoConfig.from_pretrained(path, **trust)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"pretrained_model_name_or_path must name a model that transformers can read, got "
+            f"{path!r}; {error}"
+        ) from None
+    with torch.device("meta"), no_init_weights():
+        if hasattr(model_class, "from_config"):
+            return model_class.from_config(config, **trust)
+        return model_class(config)
+
+
+def _check_sequence_parallel(cfg: Config, covered: bool) -> None:
+    size = cfg.get("sequence_parallel_size", 1)
+    for path, node in walk(cfg.train_dataloader, "train_dataloader"):
+        length = node.get("max_length")
+        if length is not None and length % size:
+            raise ConfigError(
+                f"max_length must be divisible by sequence_parallel_size, got {length} and {size} "
+                f"in {path}; choose a multiple of {size}"
+            )
+    if covered and size != 1:
+        raise ConfigError(
+            f"sequence_parallel_size must be 1 for a model with Mamba layers, got {size}; their "
+            "state runs along the row, which cannot be cut: lower max_length or use ZeRO instead"
+        )

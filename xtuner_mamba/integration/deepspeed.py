@@ -1,0 +1,102 @@
+"""``xtuner train --deepspeed`` for Mamba: float32 parameters, and the optimizer's groups.
+
+DeepSpeed's bf16 and fp16 engines cast the whole module, ``A_log`` and ``D`` included, and ZeRO's
+buckets cannot hold two dtypes. So the engine keeps float32 and the model runs its forward under
+autocast. XTuner 0.2.0 also drops ``constructor`` and ``paramwise_cfg`` when it rewrites
+``optim_wrapper`` for DeepSpeed.
+"""
+
+import functools
+import logging
+from types import ModuleType
+
+import torch
+from mmengine.config import Config
+from mmengine.logging import print_log
+
+from xtuner_mamba.integration.config_checks import type_name
+
+# what the steps below must know of the config in training; one training a process
+_run: dict = {}
+
+
+def remember(cfg: Config, covered: bool) -> None:
+    """Keep a config that ``xtuner train`` is about to use.
+
+    Args:
+        cfg: The config.
+        covered: Whether it trains on packed documents with forwards of ours.
+    """
+    _run.clear()
+    _run.update(cfg=cfg, covered=covered)
+
+
+def keep_engine_in_float32(utils: ModuleType) -> None:
+    """Switch a DeepSpeed config's automatic bf16 and fp16 off, and autocast on."""
+    auto_dtype = utils.auto_dtype_of_deepspeed_config
+
+    @functools.wraps(auto_dtype)
+    def wrapper(ds_config: dict) -> dict:
+        if "cfg" in _run:
+            cfg = _run["cfg"]
+            # the last moment before XTuner replaces optim_wrapper
+            _run["groups"] = {
+                key: cfg.optim_wrapper[key]
+                for key in ("constructor", "paramwise_cfg")
+                if key in cfg.optim_wrapper
+            }
+            if _run["covered"]:
+                choose_dtypes(cfg, ds_config)
+        return auto_dtype(ds_config)
+
+    utils.auto_dtype_of_deepspeed_config = wrapper
+
+
+def choose_dtypes(cfg: Config, ds_config: dict) -> None:
+    """Resolve ``"auto"`` in ``ds_config`` to float32, and set the model's autocast instead."""
+    for name in ("bf16", "fp16"):
+        section = ds_config.get(name) or {}
+        if section.get("enabled") is True:
+            print_log(
+                f"the DeepSpeed config sets {name}.enabled: A_log and D are then rounded in every "
+                'forward; set it to "auto" to keep them in float32',
+                logger="current",
+                level=logging.WARNING,
+            )
+            return
+        if section.get("enabled") == "auto":
+            section["enabled"] = False
+    dtype = autocast_dtype(cfg.optim_wrapper)
+    if type_name(cfg.model) == "PackedSupervisedFinetune":
+        cfg.model.autocast_dtype = dtype
+    print_log(
+        f"xtuner_mamba keeps DeepSpeed's parameters in float32, forward under autocast: {dtype}",
+        logger="current",
+    )
+
+
+def autocast_dtype(optim_wrapper: dict) -> str | None:
+    """Return the dtype in which an ``AmpOptimWrapper`` would run the forward.
+
+    bfloat16 stands in for float16 where the GPU has it, since a float32 engine does not scale
+    the loss.
+    """
+    if type_name(optim_wrapper) != "AmpOptimWrapper":
+        return None
+    dtype = str(optim_wrapper.get("dtype") or torch.float16).removeprefix("torch.")
+    if dtype == "float16" and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
+        return "bfloat16"
+    return dtype if dtype in ("float16", "bfloat16") else None
+
+
+def keep_optimizer_groups(strategy: ModuleType) -> None:
+    """Give DeepSpeed's strategy the constructor back that XTuner dropped."""
+    build = strategy.DeepSpeedStrategy.build_optim_wrapper
+
+    @functools.wraps(build)
+    def build_optim_wrapper(self, optim_wrapper, *args, **kwargs):
+        if isinstance(optim_wrapper, dict):
+            optim_wrapper = {**_run.get("groups", {}), **optim_wrapper}
+        return build(self, optim_wrapper, *args, **kwargs)
+
+    strategy.DeepSpeedStrategy.build_optim_wrapper = build_optim_wrapper

@@ -1,0 +1,63 @@
+"""XTuner's varlen dispatch: our mixers in its table, and every class by its own entry.
+
+XTuner 0.2.0 gives the forward of the first class it meets to every other class, which breaks
+hybrids, and without flash-attn it returns without a word, which leaks between documents.
+"""
+
+import types
+from types import ModuleType
+
+from torch import nn
+
+from xtuner_mamba.model.dispatch import DISPATCH_TABLE, dispatch_packed, token_mixers
+
+
+def dispatch_per_class(dispatch: ModuleType) -> None:
+    """Add our mixers to XTuner's varlen table, and resolve that table per class."""
+    for name, path in DISPATCH_TABLE.items():
+        dispatch.VARLEN_ATTN_DISPATCH_MAPPING[name] = dispatch.LazyObject(*path.split(":"))
+
+    def dispatch_varlen_attn_forward(model: nn.Module) -> None:
+        dispatch_varlen(model, dispatch)
+
+    dispatch.dispatch_varlen_attn_forward = dispatch_varlen_attn_forward
+
+
+def dispatch_varlen(model: nn.Module, dispatch: ModuleType) -> None:
+    """Replace the forward of every token mixer, ours by our table and others by XTuner's.
+
+    Args:
+        model: The language model.
+        dispatch: ``xtuner.model.modules.dispatch``.
+
+    Raises:
+        RuntimeError: A token mixer has no varlen path, or one that needs flash-attn.
+    """
+    from mmengine import print_log
+
+    theirs = {
+        name: entry
+        for name, entry in dispatch.VARLEN_ATTN_DISPATCH_MAPPING.items()
+        if entry is not None and name not in DISPATCH_TABLE
+    }
+    others = [module for module in model.modules() if type(module).__name__ in theirs]
+    names = sorted({type(module).__name__ for module in others})
+    if names and not dispatch.SUPPORT_FLASH2:
+        raise RuntimeError(
+            f"flash-attn must be installed for the varlen path of {names}, got none; "
+            "`pip install flash-attn`, or train with use_varlen_attn=False"
+        )
+    # first, since it raises before anything is replaced
+    if not others or not set(DISPATCH_TABLE).isdisjoint(token_mixers(model)):
+        counts = dispatch_packed(model, also_covered=theirs).counts
+        print_log(f"Dispatch packed forwards: {counts}", "current")
+    elif leaking := sorted(set(token_mixers(model)) - set(theirs)):
+        raise RuntimeError(
+            f"every token-mixing layer of {type(model).__name__} must have a varlen path, got "
+            f"none for {leaking}; train with use_varlen_attn=False"
+        )
+    for module in others:
+        forward = theirs[type(module).__name__].build()
+        module.forward = types.MethodType(forward, module)
+    if others:
+        print_log(f"Dispatch varlen forwards: {names}. {dispatch.NO_ATTN_WEIGHTS_MSG}", "current")
