@@ -51,10 +51,15 @@ class PackedSupervisedFinetune(SupervisedFinetune):
     ) -> nn.Module:
         """Build the language model, its ``A_log`` and ``D`` in float32, its mixers dispatched."""
         dtype = None
-        if isinstance(llm_cfg, dict) and "quantization_config" not in llm_cfg:
-            # loaded in full and rounded here, since A_log and D must never have been rounded
-            dtype = _as_dtype(llm_cfg.pop("torch_dtype", None))
-        llm = super().build_llm_from_cfg(llm_cfg, use_varlen_attn, max_position_embeddings)
+        if isinstance(llm_cfg, nn.Module):
+            # XTuner 0.2.0 takes a module in its signature, but loses it
+            llm = llm_cfg
+            llm.config.use_cache = False
+        else:
+            if "quantization_config" not in llm_cfg:
+                # loaded in full and rounded here: A_log and D must never have been rounded
+                dtype = _as_dtype(llm_cfg.pop("torch_dtype", None))
+            llm = super().build_llm_from_cfg(llm_cfg, use_varlen_attn, max_position_embeddings)
         if dtype is not None:
             llm.to(dtype) if dtype.itemsize >= 4 else _round_all_but_float32(llm, dtype)
         if use_varlen_attn:

@@ -94,13 +94,14 @@ def mean_targets(window: list[dict]) -> Tensor:
         Float32, ``()``, on the training device, without waiting for it.
 
     Raises:
-        ValueError: No micro-batch of this rank has a target.
+        ValueError: No micro-batch has a target (seen by a rank that trains alone).
     """
     count = sum(
         int((layout_of_batch(data).targets(data["labels"]) != IGNORE_INDEX).sum())
         for data in window
     )
-    if count == 0:
+    # a rank among others may have none, and to stop there would leave them waiting
+    if count == 0 and get_world_size() == 1:
         raise ValueError(
             f"an optimizer step must have at least one target token, got {len(window)} "
             "micro-batches whose labels are all -100; drop such documents before packing "
@@ -109,7 +110,7 @@ def mean_targets(window: list[dict]) -> Tensor:
     total = torch.tensor(float(count), device=get_device())
     if get_world_size() > 1:
         all_reduce(total)
-    return total / (len(window) * get_world_size())
+    return total.clamp(min=1) / (len(window) * get_world_size())
 
 
 def layout_of_batch(data: dict) -> PackedLayout:

@@ -86,20 +86,21 @@ def _continue_rows(
         x = x * keep
     conv_states = cache.conv_states[self.layer_idx]  # (batch, dim, width)
     ssm_states = cache.ssm_states[self.layer_idx]  # (batch, dim, dstate)
-    width = self.conv_kernel_size
     # as transformers tells a prompt from a single token
-    is_prompt = cache_position.shape[0] == width
-    before = None if is_prompt else conv_states[..., 1:].to(x.dtype)
-    recent = x.transpose(1, 2)
+    is_prompt = cache_position.shape[0] == self.conv_kernel_size
     if is_prompt:
-        recent = F.pad(recent, (width - recent.shape[-1], 0))
+        conv_states.zero_()
+        ssm_states.zero_()
+    # not cache.update_conv_state: 4.48 writes the tokens after a prompt shorter than the filter
+    # to the wrong place
+    recent = torch.cat([conv_states, x.transpose(1, 2).to(conv_states.dtype)], dim=-1)
 
-    y = _convolve(self, x, initial_states=before)
-    cache.update_conv_state(self.layer_idx, recent, cache_position)
+    x = _convolve(self, x, initial_states=conv_states[..., 1:].to(x.dtype))
     if keep is not None:
-        y = y * keep
-    before = None if is_prompt else ssm_states.to(_state_dtype(x))
-    y, after = _scan(self, y, z, initial_states=before, return_final_states=True)
+        x = x * keep
+    before = ssm_states.to(_state_dtype(x))
+    y, after = _scan(self, x, z, initial_states=before, return_final_states=True)
+    conv_states.copy_(recent[..., -self.conv_kernel_size :])
     ssm_states.copy_(after)
     return self.out_proj(y)
 

@@ -1,0 +1,99 @@
+"""PackedSupervisedFinetune: what it adds to XTuner's model, and what it leaves alone."""
+
+import pytest
+import torch
+from mmengine import ConfigDict
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from xtuner.model import SupervisedFinetune
+
+from xtuner_mamba.layout import PackedLayout
+from xtuner_mamba.model import PackedSupervisedFinetune
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=20, hidden_size=8, state_size=4, num_hidden_layers=2)
+    model = MambaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("A_log", ".D")):
+                parameter.add_(torch.randn_like(parameter))
+    path = tmp_path_factory.mktemp("mamba")
+    model.save_pretrained(path)
+    return path
+
+
+def llm_cfg(checkpoint, **kwargs):
+    return ConfigDict(
+        type=AutoModelForCausalLM.from_pretrained,
+        pretrained_model_name_or_path=str(checkpoint),
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["torch.bfloat16", torch.float16])
+def test_dynamics_stay_unrounded_in_a_low_precision_model(checkpoint, dtype):
+    model = PackedSupervisedFinetune(llm_cfg(checkpoint, torch_dtype=dtype))
+    exact = dict(MambaForCausalLM.from_pretrained(checkpoint).named_parameters())
+    low = torch.bfloat16 if dtype == "torch.bfloat16" else dtype
+    for name, parameter in model.llm.named_parameters():
+        if name.endswith(("A_log", ".D")):
+            assert parameter.dtype == torch.float32, name
+            assert torch.equal(parameter, exact[name]), name
+            assert not torch.equal(parameter, exact[name].to(low).float()), "nothing to lose here"
+        else:
+            assert parameter.dtype == low, name
+
+
+def test_a_low_precision_model_trains_and_generates(checkpoint):
+    model = PackedSupervisedFinetune(llm_cfg(checkpoint, torch_dtype=torch.bfloat16))
+    input_ids = torch.randint(0, 20, (1, 6))
+    with PackedLayout.from_lengths([4, 2]).published():
+        loss = model({"input_ids": input_ids, "labels": input_ids})["loss"]
+        loss.backward()
+    assert model.llm.backbone.layers[0].mixer.A_log.grad.abs().max() > 0
+    model.eval()
+    model.llm.config.use_cache = True
+    out = model.llm.generate(
+        input_ids, max_new_tokens=3, attention_mask=torch.ones_like(input_ids), pad_token_id=0
+    )
+    assert out.shape[1] > 6
+
+
+def test_float64_is_kept(checkpoint):
+    model = PackedSupervisedFinetune(llm_cfg(checkpoint, torch_dtype=torch.float64))
+    assert {p.dtype for p in model.llm.parameters()} == {torch.float64}
+
+
+def test_autocast_dtype_rounds_the_forward_only(checkpoint):
+    input_ids = torch.randint(0, 20, (1, 6))
+    losses = {}
+    for dtype in (None, "bfloat16"):
+        model = PackedSupervisedFinetune(llm_cfg(checkpoint), autocast_dtype=dtype)
+        assert {p.dtype for p in model.llm.parameters()} == {torch.float32}
+        with PackedLayout.from_lengths([4, 2]).published():
+            losses[dtype] = model({"input_ids": input_ids, "labels": input_ids})["loss"].item()
+    assert losses[None] != losses["bfloat16"]
+    assert losses[None] == pytest.approx(losses["bfloat16"], rel=0.05)
+
+
+def test_an_unknown_autocast_dtype_is_refused(checkpoint):
+    with pytest.raises(ValueError, match="got 'int8'"):
+        PackedSupervisedFinetune(llm_cfg(checkpoint), autocast_dtype="int8")
+
+
+def test_training_without_a_layout_is_refused(checkpoint):
+    model = PackedSupervisedFinetune(llm_cfg(checkpoint), use_activation_checkpointing=False)
+    input_ids = torch.randint(0, 20, (1, 6))
+    with pytest.raises(RuntimeError, match="before 1 x 6 tokens"):
+        model({"input_ids": input_ids, "labels": input_ids})
+
+
+def test_without_varlen_it_is_xtuners_own_model(checkpoint):
+    ours = PackedSupervisedFinetune(llm_cfg(checkpoint), use_varlen_attn=False)
+    stock = SupervisedFinetune(llm_cfg(checkpoint))
+    input_ids = torch.randint(0, 20, (2, 6))
+    data = {"input_ids": input_ids, "labels": input_ids}
+    assert torch.equal(ours(dict(data))["loss"], stock(dict(data))["loss"])
+    assert "forward" not in ours.llm.backbone.layers[0].mixer.__dict__
