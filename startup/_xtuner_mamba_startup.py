@@ -56,12 +56,17 @@ def patch_after_execution(spec):
 
 def patch(module):
     """Hand an executed module to the plugin; a fault of ours must not break the import."""
+    finders = [finder for finder in sys.meta_path if isinstance(finder, XTunerFinder)]
+    if not finders:
+        # a fault was told, while the package of this module was being executed
+        return
     try:
         from xtuner_mamba.integration import patch
 
         patch(module)
     except Exception as error:
-        sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, XTunerFinder)]
+        for finder in finders:
+            sys.meta_path.remove(finder)
         print(
             f"xtuner_mamba could not join {module.__name__}: {error!r}; reinstall it, or set "
             "XTUNER_MAMBA_DISABLE=1 to use XTuner without it",
