@@ -1,0 +1,20 @@
+"""Documents to packs to batches."""
+
+from xtuner_mamba.dataset.collate import packed_collate_fn
+from xtuner_mamba.dataset.packed_dataset import PackedDataset
+from xtuner_mamba.dataset.packer import VarlenPacker
+from xtuner_mamba.dataset.plan import plan_best_fit, plan_wrap
+from xtuner_mamba.dataset.process import process_packed_dataset
+from xtuner_mamba.dataset.report import PackingReport
+from xtuner_mamba.dataset.samplers import RedrawSampler
+
+__all__ = [
+    "PackedDataset",
+    "PackingReport",
+    "RedrawSampler",
+    "VarlenPacker",
+    "packed_collate_fn",
+    "plan_best_fit",
+    "plan_wrap",
+    "process_packed_dataset",
+]

@@ -1,0 +1,54 @@
+"""Samplers of packs."""
+
+from collections.abc import Iterator
+
+from mmengine.registry import DATA_SAMPLERS
+from xtuner.parallel.sequence import SequenceParallelSampler
+
+from xtuner_mamba.dataset.packed_dataset import PackedDataset
+
+
+@DATA_SAMPLERS.register_module()
+class RedrawSampler(SequenceParallelSampler):
+    """Draw the packs anew every epoch, in place of MMEngine's ``DefaultSampler``.
+
+    MMEngine tells the epoch to the sampler and never to the dataset, which worker processes
+    have copies of; so indices are ``(epoch, pack)``, and a resumed run that replays its batches
+    gets the same ones.
+
+    Args:
+        dataset: What ``process_packed_dataset`` returns.
+        shuffle: Whether the order of the packs changes too.
+        seed: Of that order, the same on all ranks; MMEngine fills it in.
+        round_up: Whether packs are repeated until each rank has as many.
+
+    Raises:
+        ValueError: The dataset has no other draws.
+    """
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        shuffle: bool = True,
+        seed: int | None = None,
+        round_up: bool = True,
+    ) -> None:
+        if not isinstance(dataset, PackedDataset) or dataset.seed is None:
+            got = type(dataset).__name__
+            if isinstance(dataset, PackedDataset):
+                got += " with shuffle_before_pack=False"
+            raise ValueError(
+                f"dataset must come from process_packed_dataset with shuffle_before_pack=True, "
+                f"got {got}; use mmengine.dataset.DefaultSampler for packs that stay the same"
+            )
+        super().__init__(dataset, shuffle=shuffle, seed=seed, round_up=round_up)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        # read now: workers fetch ahead, and the epoch changes under them
+        epoch = self.epoch
+        return ((epoch, pack) for pack in super().__iter__())
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        # here, once: workers forked for this epoch find the plan made
+        self.dataset.draw(epoch)
