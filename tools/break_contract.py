@@ -23,21 +23,24 @@ TABLE = re.compile(r"(<!-- breaches -->\n).*(<!-- end of breaches -->)", re.DOTA
 # -- the breaches: each changes the package in the process that runs the tests --------------------
 
 
-def the_conv_runs_across_boundaries() -> None:
+def leak_conv() -> None:
+    """Run the conv across boundaries."""
     from xtuner_mamba.model.dispatch import mamba
 
     conv = mamba.causal_conv1d
     mamba.causal_conv1d = lambda *args, cu_seqlens=None, **kwargs: conv(*args, **kwargs)
 
 
-def the_scan_runs_across_boundaries() -> None:
+def leak_scan() -> None:
+    """Run the scan across boundaries."""
     from xtuner_mamba.model.dispatch import mamba
 
     scan = mamba.selective_scan
     mamba.selective_scan = lambda *args, cu_seqlens=None, **kwargs: scan(*args, **kwargs)
 
 
-def the_conv_multiplies_by_zero_at_boundaries() -> None:
+def multiply_conv() -> None:
+    """Multiply by 0 in the conv where a tap reads another document."""
     import torch
     import torch.nn.functional as F
 
@@ -58,7 +61,8 @@ def the_conv_multiplies_by_zero_at_boundaries() -> None:
     mamba.causal_conv1d = multiplying
 
 
-def the_scan_multiplies_by_zero_at_boundaries() -> None:
+def multiply_scan() -> None:
+    """Multiply the state by 0 where a document starts."""
     import torch
     import torch.nn.functional as F
 
@@ -83,7 +87,8 @@ def the_scan_multiplies_by_zero_at_boundaries() -> None:
     mamba.selective_scan = multiplying
 
 
-def a_first_token_is_its_neighbours_target() -> None:
+def leak_labels() -> None:
+    """Train a document's last token on the next document's first."""
     from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout
 
     def targets(self, labels):
@@ -94,29 +99,28 @@ def a_first_token_is_its_neighbours_target() -> None:
     PackedLayout.targets = targets
 
 
-def every_micro_batch_weighs_the_same() -> None:
+def average_micro_batches() -> None:
+    """Take the mean of every micro-batch instead of the optimizer step's."""
     from xtuner_mamba.model import sft
 
     sft.current_mean_targets = lambda: None
 
 
-def old_boundaries_stay_published() -> None:
+def keep_layout() -> None:
+    """Leave the boundaries published after the iteration."""
     from xtuner_mamba.engine.hooks import packed_layout_hook
 
     packed_layout_hook.withdraw_layout = lambda: None
 
 
 BREACHES: dict[str, Callable[[], None]] = {
-    breach.__name__: breach
-    for breach in (
-        the_conv_runs_across_boundaries,
-        the_scan_runs_across_boundaries,
-        the_conv_multiplies_by_zero_at_boundaries,
-        the_scan_multiplies_by_zero_at_boundaries,
-        a_first_token_is_its_neighbours_target,
-        every_micro_batch_weighs_the_same,
-        old_boundaries_stay_published,
-    )
+    "leak-conv": leak_conv,
+    "leak-scan": leak_scan,
+    "multiply-conv": multiply_conv,
+    "multiply-scan": multiply_scan,
+    "leak-labels": leak_labels,
+    "average-micro-batches": average_micro_batches,
+    "keep-layout": keep_layout,
 }
 
 
@@ -166,7 +170,7 @@ def render(noticed: dict[str, list[str]]) -> str:
             f"`{name.removeprefix('tests/')}`" + (f" ({n} cases)" if n > 1 else "")
             for name, n in cases.items()
         ]
-        lines.append(f"| {breach.replace('_', ' ')} | {'<br>'.join(names) or '**none**'} |")
+        lines.append(f"| {BREACHES[breach].__doc__} | {'<br>'.join(names) or '**none**'} |")
     return "\n".join(lines) + "\n"
 
 
@@ -186,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     noticed = {}
     for breach in args.breach or BREACHES:
         noticed[breach] = run_tests(breach, args.tests)[1]
-        print(f"{breach.replace('_', ' ')}: {len(noticed[breach])} tests fail", flush=True)
+        print(f"{breach}: {len(noticed[breach])} tests fail", flush=True)
         for name, cases in Counter(noticed[breach]).items():
             print(f"  {name}" + (f" ({cases} cases)" if cases > 1 else ""), flush=True)
     if args.write:
