@@ -6,13 +6,10 @@ on this machine are read in full; downloads stay restricted.
 """
 
 import functools
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
 
-# torch's own switch for calls that do not say weights_only
-_SWITCH = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+import torch
 
 
 def load_own_checkpoints(checkpoint: ModuleType) -> None:
@@ -33,20 +30,11 @@ def reads_in_full(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
-        with _full_unpickling():
+        load = torch.load
+        torch.load = functools.partial(load, weights_only=False)
+        try:
             return function(*args, **kwargs)
+        finally:
+            torch.load = load
 
     return wrapper
-
-
-@contextmanager
-def _full_unpickling() -> Iterator[None]:
-    before = os.environ.get(_SWITCH)
-    os.environ[_SWITCH] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_SWITCH]
-        else:
-            os.environ[_SWITCH] = before

@@ -8,15 +8,18 @@ from mmengine.logging import print_log
 
 from xtuner_mamba.integration.config_checks import type_name, walk
 
-# XTuner's name, what stands in for it, and arguments that it gets where the config has none
+# by XTuner's name: what stands in for it, and the arguments that differ (None: there is none)
 _EXACT = {
     "SupervisedFinetune": (LazyObject("xtuner_mamba.model", "PackedSupervisedFinetune"), {}),
     "process_hf_dataset": (
         LazyObject("xtuner_mamba.dataset", "process_packed_dataset"),
-        # XTuner's own way of packing
+        # as XTuner packs
         {"packing": "wrap"},
     ),
-    "default_collate_fn": (LazyObject("xtuner_mamba.dataset", "packed_collate_fn"), {}),
+    "default_collate_fn": (
+        LazyObject("xtuner_mamba.dataset", "packed_collate_fn"),
+        {"use_varlen_attn": None},
+    ),
     "VarlenAttnArgsToMessageHubHook": (
         LazyObject("xtuner_mamba.engine.hooks", "PackedLayoutHook"),
         {},
@@ -37,8 +40,11 @@ def train_exactly(cfg: Config) -> None:
                 ours, arguments = _EXACT[name]
                 node["type"] = ours
                 for key, value in arguments.items():
-                    node.setdefault(key, value)
-                _log(f"{path}: {name}", f"{ours}({_keywords(arguments)})")
+                    if value is None:
+                        node.pop(key)
+                    else:
+                        node[key] = value
+                _log(f"{path}: {name}", str(ours))
     optim_wrapper = cfg.optim_wrapper
     if "constructor" not in optim_wrapper and not optim_wrapper.get("paramwise_cfg"):
         ours = LazyObject("xtuner_mamba.engine", "MambaOptimWrapperConstructor")
@@ -59,9 +65,8 @@ def fit_cpu(cfg: Config, args: argparse.Namespace) -> None:
         _log("optim_wrapper: AmpOptimWrapper", "OptimWrapper, float32")
     if args.launcher == "none":
         return
-    dist_cfg = cfg.setdefault("env_cfg", {}).setdefault("dist_cfg", {})
-    if dist_cfg.get("backend", "nccl") == "nccl":
-        dist_cfg["backend"] = "gloo"
+    if cfg.get("env_cfg", {}).get("dist_cfg", {}).get("backend", "nccl") == "nccl":
+        cfg.merge_from_dict({"env_cfg.dist_cfg.backend": "gloo"})
         _log("env_cfg.dist_cfg.backend: nccl", "gloo")
     if not args.deepspeed and "model_wrapper_cfg" not in cfg:
         # MMEngine names a GPU there unless told otherwise
@@ -72,10 +77,6 @@ def fit_cpu(cfg: Config, args: argparse.Namespace) -> None:
             find_unused_parameters=cfg.get("find_unused_parameters", False),
         )
         _log("model_wrapper_cfg: of a GPU", "of the CPU")
-
-
-def _keywords(arguments: dict) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
 
 
 def _log(before: str, after: str) -> None:

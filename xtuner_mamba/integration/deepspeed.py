@@ -13,8 +13,10 @@ from types import ModuleType
 import torch
 from mmengine.config import Config
 from mmengine.logging import print_log
+from torch import nn
 
 from xtuner_mamba.integration.config_checks import type_name
+from xtuner_mamba.model.dispatch import DISPATCH_TABLE, token_mixers
 
 # what the steps below must know of the config in training; one training a process
 _run: dict = {}
@@ -100,3 +102,26 @@ def keep_optimizer_groups(strategy: ModuleType) -> None:
         return build(self, optim_wrapper, *args, **kwargs)
 
     strategy.DeepSpeedStrategy.build_optim_wrapper = build_optim_wrapper
+
+
+def gather_whole_mixers(strategy: ModuleType) -> None:
+    """Let ZeRO-3 gather all of a dispatched mixer's parameters for its forward.
+
+    It gathers those of each module for that module's own forward; a dispatched mixer reads
+    some weights (of the conv, of dt) without calling the module that they belong to.
+    """
+    wrap = strategy.DeepSpeedStrategy._wrap_model
+
+    @functools.wraps(wrap)
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        from deepspeed.runtime.zero import register_external_parameter
+
+        for name, mixers in token_mixers(model).items():
+            for mixer in mixers if name in DISPATCH_TABLE else ():
+                own = set(mixer.parameters(recurse=False))
+                for parameter in mixer.parameters():
+                    if parameter not in own:
+                        register_external_parameter(mixer, parameter)
+        return wrap(self, model)
+
+    strategy.DeepSpeedStrategy._wrap_model = wrap_model

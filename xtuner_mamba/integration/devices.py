@@ -27,6 +27,12 @@ def without_gpu(init_dist: Callable) -> Callable:
     def wrapper(*args, **kwargs):
         if torch.cuda.is_available():
             return init_dist(*args, **kwargs)
+        if kwargs.get("init_backend") == "deepspeed":
+            from deepspeed.ops import __compatible_ops__
+
+            # else DeepSpeed compiles a faster all-reduce for a minute, or fails for want of a
+            # compiler; gloo does without
+            __compatible_ops__["deepspeed_shm_comm"] = False
         set_device = torch.cuda.set_device
         torch.cuda.set_device = lambda device: None
         try:

@@ -1,0 +1,232 @@
+"""Each patch on a copy of its target as others wrote it: the effect, and that it still fits."""
+
+import os
+from importlib import import_module
+
+import pytest
+import torch
+from mmengine.config.lazy import LazyObject
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MambaConfig, MambaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from xtuner_mamba import integration
+from xtuner_mamba.integration import PATCHES, Patch
+from xtuner_mamba.integration.devices import without_gpu
+from xtuner_mamba.model.dispatch import DISPATCH_TABLE
+
+
+@pytest.fixture
+def patched(pristine):
+    """Return a copy of a module with every patch that waits for it."""
+
+    def execute(name: str):
+        module = pristine(name)
+        for entry in PATCHES:
+            if (entry.target or entry.after) == name:
+                integration.apply(entry, module)
+        return module
+
+    return execute
+
+
+@pytest.mark.parametrize("entry", PATCHES, ids=lambda entry: entry.function)
+def test_target_is_what_the_patch_was_written_for(pristine, entry):
+    import_module(entry.after)
+    target = pristine(entry.target or entry.after)
+    assert [name for name in entry.needs if not hasattr(target, name)] == []
+    # the pins of the package are what "checked on" says
+    for package in ("xtuner", "mmengine"):
+        if package in entry.checked_on:
+            version = import_module(package).__version__
+            assert f"{package} {version}" in entry.checked_on
+
+
+def test_moved_target_is_told_and_left_alone(pristine):
+    entry = Patch("xtuner.configs", "templates:add_templates", needs=("moved", "cfgs_name_path"))
+    module = pristine("xtuner.configs")
+    before = dict(module.cfgs_name_path)
+    with pytest.warns(
+        RuntimeWarning, match=r"xtuner.configs must .* none of \['moved'\]; .*0\.2\.0"
+    ):
+        integration.apply(entry, module)
+    assert module.cfgs_name_path == before
+
+
+def test_modules_without_a_patch_stay_as_they_are(pristine):
+    module = pristine("xtuner.utils.constants")
+    before = dict(vars(module))
+    integration.patch(module)
+    assert vars(module) == before
+
+
+def test_templates_stand_beside_those_of_xtuner(pristine, patched):
+    theirs = pristine("xtuner.configs").cfgs_name_path
+    both = patched("xtuner.configs").cfgs_name_path
+    ours = set(both) - set(theirs)
+    assert "mamba_1_4b_full_alpaca_e3_32k_varlen" in ours
+    assert all("mamba" in name and os.path.isfile(both[name]) for name in ours)
+    assert {name: both[name] for name in theirs} == theirs
+
+
+class _Attention(nn.Module):
+    def forward(self):
+        return type(self).__name__
+
+
+class FirstAttention(_Attention):
+    pass
+
+
+class SecondAttention(_Attention):
+    pass
+
+
+def first_forward(self):
+    return "first"
+
+
+def second_forward(self):
+    return "second"
+
+
+@pytest.fixture
+def dispatch(patched):
+    """XTuner's dispatch with two attention classes of ours in its table, and flash-attn."""
+    module = patched("xtuner.model.modules.dispatch")
+    module.SUPPORT_FLASH2 = True
+    for name, forward in (("FirstAttention", first_forward), ("SecondAttention", second_forward)):
+        module.VARLEN_ATTN_DISPATCH_MAPPING[name] = LazyObject(__name__, forward.__name__)
+    return module
+
+
+def make_mamba() -> MambaForCausalLM:
+    return MambaForCausalLM(
+        MambaConfig(vocab_size=8, hidden_size=8, state_size=4, num_hidden_layers=2)
+    )
+
+
+def test_table_of_xtuner_holds_our_mixers(dispatch):
+    for name, path in DISPATCH_TABLE.items():
+        entry = dispatch.VARLEN_ATTN_DISPATCH_MAPPING[name].build()
+        assert f"{entry.__module__}:{entry.__name__}" == path
+
+
+def test_every_class_gets_its_own_forward(dispatch):
+    model = nn.Sequential(FirstAttention(), SecondAttention(), make_mamba())
+    dispatch.dispatch_varlen_attn_forward(model)
+    assert [model[0](), model[1]()] == ["first", "second"]
+    mixer = model[2].backbone.layers[0].mixer
+    assert mixer.forward.__func__.__module__ == "xtuner_mamba.model.dispatch.mamba"
+
+
+def test_xtuner_gives_the_first_forward_to_all(dispatch, pristine):
+    stock = pristine("xtuner.model.modules.dispatch")
+    stock.SUPPORT_FLASH2 = True
+    stock.VARLEN_ATTN_DISPATCH_MAPPING = dispatch.VARLEN_ATTN_DISPATCH_MAPPING
+    model = nn.Sequential(FirstAttention(), SecondAttention())
+    stock.dispatch_varlen_attn_forward(model)
+    # once this fails, the patch has nothing to mend any more
+    assert [model[0](), model[1]()] == ["first", "first"]
+
+
+def test_model_of_xtuner_alone_is_dispatched_by_its_table(dispatch):
+    model = nn.Sequential(FirstAttention(), SecondAttention())
+    dispatch.dispatch_varlen_attn_forward(model)
+    assert [model[0](), model[1]()] == ["first", "second"]
+
+
+def test_mamba_needs_no_flash_attn(dispatch):
+    dispatch.SUPPORT_FLASH2 = False
+    model = make_mamba()
+    dispatch.dispatch_varlen_attn_forward(model)
+    assert "forward" in vars(model.backbone.layers[1].mixer)
+
+
+def test_attention_of_xtuner_without_flash_attn_is_refused(dispatch):
+    dispatch.SUPPORT_FLASH2 = False
+    config = LlamaConfig(hidden_size=8, num_attention_heads=2)
+    model = nn.Sequential(make_mamba(), LlamaAttention(config, 0))
+    with pytest.raises(RuntimeError, match=r"flash-attn must .* \['LlamaAttention'\]"):
+        dispatch.dispatch_varlen_attn_forward(model)
+    assert "forward" not in vars(model[0].backbone.layers[0].mixer)
+
+
+@pytest.mark.parametrize("also", [[], [FirstAttention()]], ids=["alone", "beside-known-ones"])
+def test_layers_without_a_varlen_path_are_refused_by_name(dispatch, also):
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_head=2, n_layer=1, n_positions=8))
+    model = nn.Sequential(gpt2, *also)
+    with pytest.raises(RuntimeError, match=r"varlen path, got none for \['GPT2\w*Attention'\]"):
+        dispatch.dispatch_varlen_attn_forward(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_model_without_token_mixers_is_refused(dispatch):
+    with pytest.raises(RuntimeError, match=r"Linear must have .* \['Linear'\]"):
+        dispatch.dispatch_varlen_attn_forward(nn.Linear(1, 1))
+
+
+def test_full_attention_stays_the_business_of_xtuner(pristine, patched):
+    name = "xtuner.model.modules.dispatch"
+    ours, theirs = patched(name), pristine(name)
+    assert ours.dispatch_attn_forward.__code__ == theirs.dispatch_attn_forward.__code__
+    model = make_mamba()
+    ours.dispatch_modules(model, use_varlen_attn=False)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_cpu_answers_whether_it_has_bfloat16(patched, monkeypatch):
+    monkeypatch.delattr(torch.cpu, "is_bf16_supported", raising=False)
+    patched("xtuner.utils.device")
+    assert torch.cpu.is_bf16_supported() is True
+    assert torch.ones(2, dtype=torch.bfloat16).sum() == 2
+
+
+def test_process_groups_start_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device := _raise_without_gpu)
+    assert without_gpu(lambda rank: torch.cuda.set_device(rank) or "started")(0) == "started"
+    assert torch.cuda.set_device is set_device
+    # with a GPU it is selected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="no GPU 0"):
+        without_gpu(lambda rank: torch.cuda.set_device(rank))(0)
+
+
+def _raise_without_gpu(device):
+    raise RuntimeError(f"no GPU {device}")
+
+
+@pytest.mark.parametrize("launcher", ["pytorch", "slurm", "mpi"])
+def test_every_launcher_of_mmengine_starts_without_a_gpu(patched, pristine, launcher):
+    name = f"_init_dist_{launcher}"
+    theirs = getattr(pristine("mmengine.dist.utils"), name)
+    assert "set_device" in theirs.__code__.co_names
+    assert getattr(patched("mmengine.dist.utils"), name).__wrapped__.__code__ == theirs.__code__
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "iter_1.pth"
+    torch.save({"meta": {"seed": 7}, "history": range(3)}, path)
+    return str(path)
+
+
+def test_checkpoints_hold_more_than_weights(pristine, checkpoint):
+    # once this passes, the patches have nothing to mend any more
+    with pytest.raises(Exception, match="weights_only"):
+        pristine("mmengine.runner.checkpoint").load_from_local(checkpoint, "cpu")
+    with pytest.raises(Exception, match="weights_only"):
+        pristine("xtuner.tools.utils").get_seed_from_checkpoint(checkpoint)
+
+
+def test_own_checkpoints_are_read_in_full(patched, checkpoint):
+    module = patched("mmengine.runner.checkpoint")
+    loaded = module.CheckpointLoader.load_checkpoint(checkpoint, "cpu")
+    assert loaded["history"] == range(3)
+    assert patched("xtuner.tools.utils").get_seed_from_checkpoint(checkpoint) == 7
+    with pytest.raises(FileNotFoundError, match="iter_2"):
+        module.CheckpointLoader.load_checkpoint(checkpoint.replace("iter_1", "iter_2"), "cpu")
+    # and nothing else is from then on
+    with pytest.raises(Exception, match="weights_only"):
+        torch.load(checkpoint)
