@@ -61,7 +61,7 @@ class PackedSupervisedFinetune(SupervisedFinetune):
                 dtype = _as_dtype(llm_cfg.pop("torch_dtype", None))
             llm = super().build_llm_from_cfg(llm_cfg, use_varlen_attn, max_position_embeddings)
         if dtype is not None:
-            llm.to(dtype) if dtype.itemsize >= 4 else _round_all_but_float32(llm, dtype)
+            llm.to(dtype) if dtype.itemsize >= 4 else round_all_but_dynamics(llm, dtype)
         if use_varlen_attn:
             dispatched = dispatch_packed(llm)
             if dispatched.counts:
@@ -119,7 +119,8 @@ def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
-def _round_all_but_float32(llm: nn.Module, dtype: torch.dtype) -> None:
+def round_all_but_dynamics(llm: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a model in place, but for the parameters in :data:`KEEP_FLOAT32`."""
     for name, parameter in llm.named_parameters():
         if parameter.is_floating_point() and name.rpartition(".")[2] not in KEEP_FLOAT32:
             parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,157 @@
+"""Time forward and backward of a whole Mamba: packed here, and the ways that others have.
+
+Weights are random and bfloat16 (``A_log`` and ``D`` float32 here), documents log-normal(6.2, 0.85)
+kept in [57, 2048], no activation checkpointing. Needs a GPU; the other ways need mamba-ssm and
+causal-conv1d. "leaking" is their packed row, whose documents see each other: fast and wrong.
+Appends a row a way to benchmarks/results/model.csv.
+"""
+
+import argparse
+import csv
+import statistics
+import subprocess
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+import transformers
+import triton
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import MambaConfig, MambaForCausalLM
+
+from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout
+from xtuner_mamba.model import dispatch_packed
+from xtuner_mamba.model.sft import packed_token_loss, round_all_but_dynamics
+from xtuner_mamba.testing import lognormal_lengths
+
+RESULTS = Path(__file__).parent / "results" / "model.csv"
+# state-spaces/mamba-*-hf
+SIZES = {
+    "130m": dict(hidden_size=768, num_hidden_layers=24),
+    "370m": dict(hidden_size=1024, num_hidden_layers=48),
+    "1.4b": dict(hidden_size=2048, num_hidden_layers=48),
+}
+WAYS = ("packed", "leaking", "padded", "alone")
+DOCUMENTS_A_BATCH = 16
+
+
+def make_model(size: str) -> MambaForCausalLM:
+    """Build a model of random weights on the GPU."""
+    config = MambaConfig(vocab_size=50280, use_cache=False, **SIZES[size])
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = MambaForCausalLM(config)
+    round_all_but_dynamics(model, torch.bfloat16)
+    return model.train()
+
+
+def make_step(way: str, model: MambaForCausalLM, total: int) -> tuple[Callable[[], None], int]:
+    """Return a function that runs forward and backward once, and the real tokens it trains on."""
+    lengths = lognormal_lengths(total, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 50280, (total,), generator=generator).cuda()
+    if way == "packed":
+        layout = PackedLayout.from_lengths(lengths).to("cuda")
+
+        def step() -> None:
+            with layout.published():
+                logits = model(tokens[None]).logits
+                packed_token_loss(logits, tokens[None], layout).backward()
+
+        return step, total
+    if way == "leaking":
+        return lambda: _loss(model, tokens[None], tokens[None]).backward(), total
+    documents = list(tokens.split(lengths))
+    if way == "alone":
+        documents = [document[None] for document in documents[:DOCUMENTS_A_BATCH]]
+        real = sum(document.shape[1] for document in documents)
+
+        def step() -> None:
+            for document in documents:
+                _loss(model, document, document).backward()
+
+        return step, real
+    documents = documents[:DOCUMENTS_A_BATCH]
+    rows = pad_sequence(documents, batch_first=True)
+    labels = pad_sequence(documents, batch_first=True, padding_value=IGNORE_INDEX)
+    real = sum(len(document) for document in documents)
+    return lambda: _loss(model, rows, labels).backward(), real
+
+
+def _loss(model: MambaForCausalLM, input_ids: Tensor, labels: Tensor) -> Tensor:
+    return model(input_ids, labels=labels).loss
+
+
+def measure(way: str, size: str, total: int, repeats: int) -> dict:
+    """Run a way a few times; median seconds, tokens a second, and the memory at its peak."""
+    model = make_model(size)
+    if way == "packed":
+        dispatch_packed(model)
+    step, real = make_step(way, model, total)
+    seconds = []
+    for i in range(repeats + 2):
+        model.zero_grad()
+        if i == 2:
+            torch.cuda.reset_peak_memory_stats()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    median = statistics.median(seconds[2:])
+    return {
+        "way": way,
+        "seconds": round(median, 4),
+        "tokens": real,
+        "tokens_per_second": round(real / median),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="130m")
+    parser.add_argument("--tokens", type=int, default=32768, help="of a packed step")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--commit", help="of this checkout, where git is missing")
+    args = parser.parse_args(argv)
+
+    commit = args.commit or subprocess.check_output(
+        ["git", "rev-parse", "--short", "HEAD"], text=True, cwd=Path(__file__).parent
+    )
+    about = {
+        "date": date.today().isoformat(),
+        "commit": commit.strip(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "model": args.size,
+    }
+    rows = []
+    for way in args.ways:
+        rows.append(about | measure(way, args.size, args.tokens, args.repeats))
+        torch.cuda.empty_cache()
+    is_new = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+    table = Table("way", "s/step", "tokens/s", "peak GiB")
+    for row in rows:
+        speed = f"{row['tokens_per_second']:,}"
+        table.add_row(row["way"], f"{row['seconds']:.3f}", speed, f"{row['peak_gib']:.1f}")
+    Console().print(f"Mamba-{args.size}, {about['gpu']}", table)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
