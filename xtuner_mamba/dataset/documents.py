@@ -10,8 +10,6 @@ from xtuner_mamba.layout import IGNORE_INDEX
 
 # rows measured at a time
 _BATCH = 1000
-# first target, last target and longest gap of a document without any target
-_NO_TARGET = (0, 0, 0)
 
 
 class TokenizedDocuments:
@@ -27,15 +25,15 @@ class TokenizedDocuments:
         ValueError: A column is missing or no list of integers, or the two disagree in length.
     """
 
+    lengths: np.ndarray
+    """Tokens of each document, int64, ``(num_documents,)``."""
+    has_label: np.ndarray
+    """Whether any token has one, the first included, bool, ``(num_documents,)``."""
+
     def __init__(self, dataset: Dataset) -> None:
         _check_columns(dataset)
         self._table = dataset.select_columns(["input_ids", "labels"]).with_format("arrow")
-        self.lengths, self._targets = _measure(self._table)
-
-    @property
-    def has_target(self) -> np.ndarray:
-        """Whether a document taken whole has a target, bool, ``(num_documents,)``."""
-        return self._targets[:, 0] > 0
+        self.lengths, self.has_label, self._targets = _measure(self._table)
 
     def read(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
         """Return the pieces' token ids and labels, end to end, ``(total,)`` each."""
@@ -67,13 +65,9 @@ class TokenizedDocuments:
         return found
 
 
-def _measure(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
-    """Return lengths, ``(num_documents,)``, and ``(first, last, gap)``, ``(num_documents, 3)``.
-
-    ``first`` and ``last`` are the places of a document's outermost targets, ``gap`` the longest
-    step from a target to the next.
-    """
-    lengths, targets = [], []
+def _measure(table: Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return each document's length, whether it has a label, and the outline of its targets."""
+    lengths, has_label, targets = [], [], []
     for batch in table.iter(batch_size=_BATCH):
         lengths.append(_list_lengths(batch["input_ids"]))
         num_labels = _list_lengths(batch["labels"])
@@ -84,23 +78,32 @@ def _measure(table: Dataset) -> tuple[np.ndarray, np.ndarray]:
                 f"{num_labels[wrong[0]]} and {lengths[-1][wrong[0]]} in row {row}; "
                 f"set a label to {IGNORE_INDEX} where a token is no target"
             )
-        targets.append(_outline_targets(_flat(batch["labels"]), lengths[-1]))
-    return np.concatenate(lengths), np.concatenate(targets)
+        labelled = _flat(batch["labels"]) != IGNORE_INDEX
+        stops = num_labels.cumsum()
+        counts = np.concatenate([[0], labelled.cumsum()])
+        has_label.append(counts[stops] > counts[stops - num_labels])
+        targets.append(_outline_targets(labelled, num_labels))
+    return np.concatenate(lengths), np.concatenate(has_label), np.concatenate(targets)
 
 
-def _outline_targets(labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _outline_targets(labelled: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return ``(first, last, gap)`` of each document, int64, ``(num_documents, 3)``.
+
+    ``first`` and ``last`` are the places of its outermost targets, ``gap`` is the longest step
+    from a target to the next; all are 0 if it has none. For labels ``[7, 7, -100, -100, 7]``
+    they are 1, 4 and 3.
+    """
     stops = lengths.cumsum()
     starts = stops - lengths
-    labelled = labels != IGNORE_INDEX
     labelled[starts[lengths > 0]] = False
     places = np.flatnonzero(labelled)
     begin, end = np.searchsorted(places, starts), np.searchsorted(places, stops)
     some = begin < end
     begin, end, starts = begin[some], end[some], starts[some]
-    outline = np.full((len(lengths), 3), _NO_TARGET)
+    outline = np.zeros((len(lengths), 3), dtype=np.int64)
     if some.any():
         steps = np.diff(places, prepend=0)
-        steps[begin] = 1
+        steps[begin] = 0
         gap = np.maximum.reduceat(steps, begin)
         outline[some] = np.stack([places[begin] - starts, places[end - 1] - starts, gap], axis=1)
     return outline

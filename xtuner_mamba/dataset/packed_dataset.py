@@ -27,7 +27,7 @@ class PackedDataset(Dataset):
 
     Args:
         documents: Where the tokens are.
-        pieces: What of the documents to pack; each piece has a target.
+        pieces: What of the documents to pack.
         planner: ``plan_best_fit`` or ``plan_wrap``.
         max_length: Tokens of a pack.
         seed: Of the draws. With ``None`` documents stay in order, and all draws are the same.
@@ -50,12 +50,13 @@ class PackedDataset(Dataset):
     ) -> None:
         self._documents, self._pieces = documents, pieces
         self._planner, self._max_length, self.seed = planner, max_length, seed
-        self._plan, self.num_masked_packs = self._draw_once(0, 0)
+        self._plan, masked = self._draw_once(0, 0)
         self._epoch, self._num_packs = 0, len(self._plan)
+        self.num_masked_packs, self.num_masked_tokens = len(masked), int(masked.sum())
         if self._num_packs == 0:
             raise ValueError(
-                f"a pack must have a target after its documents' first tokens, got none in "
-                f"{self.num_masked_packs} packs of max_length={max_length}; raise max_length"
+                f"a pack must have a label after its documents' first tokens, got none in "
+                f"{len(masked)} packs of max_length={max_length}; raise max_length"
             )
         self.length: list[int] = self._plan.lengths.tolist()
         """Tokens of each pack of the first draw, where XTuner's samplers look for them."""
@@ -97,13 +98,13 @@ class PackedDataset(Dataset):
                 return plan
         return self._draw_once(0, 0)[0]
 
-    def _draw_once(self, epoch: int, attempt: int) -> tuple[PackPlan, int]:
-        """Return a plan and the count of packs left out, since no token of them is a target."""
+    def _draw_once(self, epoch: int, attempt: int) -> tuple[PackPlan, np.ndarray]:
+        """Return a plan, and the lengths of the packs left out because they have no target."""
         rng = None if self.seed is None else np.random.default_rng((self.seed, epoch, attempt))
         plan = self._planner(self._pieces.lengths, self._max_length, rng)
         plan = PackPlan(plan.pieces.of(self._pieces), plan.offsets)
         kept = self._documents.packs_with_target(plan)
-        return plan.keep(kept), int((~kept).sum())
+        return plan.keep(kept), plan.lengths[~kept]
 
 
 def pack_documents(
@@ -127,13 +128,14 @@ def pack_documents(
         ValueError: No document has a target, or one is too long, or all are.
     """
     lengths = documents.lengths
-    trained = documents.has_target
-    if not trained.any():
+    labelled = documents.has_label
+    if not labelled.any():
         raise ValueError(
-            f"a document must have a label after its first token, got none in {len(lengths)} "
-            f"documents of {lengths.sum()} tokens; check what dataset_map_fn puts into 'output'"
+            f"a document must have a label that is not {IGNORE_INDEX}, got none in "
+            f"{len(lengths)} documents of {lengths.sum()} tokens; check what dataset_map_fn puts "
+            "into 'output'"
         )
-    dropped = trained & (lengths > max_length)
+    dropped = labelled & (lengths > max_length)
     if too_long == "error" and dropped.any():
         raise ValueError(
             f"documents must have at most max_length={max_length} tokens, got "
@@ -141,19 +143,15 @@ def pack_documents(
             f"{len(lengths)} are longer); raise max_length, or set too_long to 'split' or 'drop'"
         )
     dropped &= too_long == "drop"
-    chosen = np.flatnonzero(trained & ~dropped)
+    chosen = np.flatnonzero(labelled & ~dropped)
     if not chosen.size:
         raise ValueError(
             f"some document must have at most max_length={max_length} tokens, got none of "
-            f"{trained.sum()} with too_long='drop'; raise max_length, or set too_long='split'"
+            f"{labelled.sum()} with too_long='drop'; raise max_length, or set too_long='split'"
         )
     pieces = Pieces.whole(chosen, lengths[chosen])
-    masked_tokens = lengths[~trained].sum()
     if packing == "best_fit":
-        cut = cut_pieces(pieces.lengths, max_length).of(pieces)
-        alone = PackPlan(cut, np.arange(len(cut) + 1))
-        pieces = cut[documents.packs_with_target(alone)]
-        masked_tokens += cut.lengths.sum() - pieces.lengths.sum()
+        pieces = cut_pieces(pieces.lengths, max_length).of(pieces)
 
     packs = PackedDataset(
         documents, pieces, planner=PLANNERS[packing], max_length=max_length, seed=seed
@@ -169,9 +167,9 @@ def pack_documents(
         num_split=len(np.unique(packed.documents[cut_short])),
         num_dropped=int(dropped.sum()),
         num_dropped_tokens=int(lengths[dropped].sum()),
-        num_masked=int((~trained).sum()),
+        num_masked=int((~labelled).sum()),
         num_masked_packs=packs.num_masked_packs,
-        num_masked_tokens=int(masked_tokens + pieces.lengths.sum() - packed.lengths.sum()),
+        num_masked_tokens=int(lengths[~labelled].sum() + packs.num_masked_tokens),
     )
     print_log(str(packs.packing_report), logger="current")
     return packs

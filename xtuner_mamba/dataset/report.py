@@ -25,11 +25,11 @@ class PackingReport:
     """Documents dropped because they are longer than ``max_length``."""
     num_dropped_tokens: int
     num_masked: int
-    """Documents without a target, left out because they train nothing."""
+    """Documents without a label, left out because they train nothing."""
     num_masked_packs: int
-    """Packs left out for the same reason."""
+    """Packs left out for the same reason: no label but on first tokens of documents."""
     num_masked_tokens: int
-    """Tokens of documents, pieces and packs without a target."""
+    """Tokens of these documents and packs."""
 
     @property
     def utilisation(self) -> float:
@@ -43,7 +43,7 @@ class PackingReport:
             f"{_PADDED_BATCH}: {self.padding:.1%} padding); {self.num_split:,} documents split, "
             f"{self.num_dropped:,} dropped as too long ({self.num_dropped_tokens:,} tokens), "
             f"{self.num_masked:,} documents and {self.num_masked_packs:,} packs left out for "
-            f"want of a target ({self.num_masked_tokens:,} tokens)"
+            f"want of labels ({self.num_masked_tokens:,} tokens)"
         )
 
 

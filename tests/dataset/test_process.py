@@ -1,0 +1,259 @@
+"""process_packed_dataset: XTuner's arguments in, every token out."""
+
+import multiprocessing
+from collections import Counter
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, load_dataset
+from mmengine.config import ConfigDict
+from xtuner.dataset import process_hf_dataset
+from xtuner.dataset.map_fns import alpaca_map_fn, template_map_fn_factory
+from xtuner.registry import BUILDER
+from xtuner.utils import PROMPT_TEMPLATE
+
+from xtuner_mamba.dataset import PackedDataset, packed_dataset, process_packed_dataset
+
+
+def to_conversation(row):
+    return {"conversation": [{"input": row["ask"], "output": row["answer"]}]}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Conversations of 4 to 33 tokens, BOS and EOS included."""
+    words = [[f"w{(i + t) % 200}" for t in range(2 + 7 * i % 30)] for i in range(40)]
+    return Dataset.from_dict(
+        {
+            "ask": [" ".join(w[:1]) for w in words],
+            "answer": [" ".join(w[1:]) for w in words],
+            "meta": [{"source": "a", "tags": ["x", "y"]}] * len(words),
+        }
+    )
+
+
+@pytest.fixture
+def process(rows, tokenizer):
+    def process(**options):
+        arguments = dict(
+            dataset=DatasetDict(train=rows),
+            tokenizer=tokenizer,
+            max_length=32,
+            dataset_map_fn=to_conversation,
+            map_num_proc=1,
+        )
+        return process_packed_dataset(**arguments | options)
+
+    return process
+
+
+def count_tokens(packs):
+    return Counter(t for pack in packs for t in pack["input_ids"])
+
+
+@pytest.fixture(scope="module")
+def all_tokens(rows, tokenizer):
+    counts = Counter()
+    for row in rows:
+        counts.update([1, *tokenizer.encode(f"{row['ask']} {row['answer']}"), 2])
+    return counts
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "wrap"])
+def test_every_token_of_the_text_is_packed(process, all_tokens, packing):
+    packs = process(packing=packing)
+    assert isinstance(packs, PackedDataset)
+    assert count_tokens(packs) == all_tokens
+    assert packs.packing_report.tokens == sum(all_tokens.values())
+    # one document is longer than a pack; the others are cut only to fill packs to the brim
+    assert (packs.packing_report.num_split == 1) == (packing == "best_fit")
+    for pack in packs:
+        # BOS and the question are no targets, which covers each whole document's first token
+        assert all(label in (-100, t) for label, t in zip(pack["labels"], pack["input_ids"]))
+        assert pack["labels"].count(-100) >= len(pack["cumulative_len"]) - 1
+
+
+def test_xtuners_own_loses_tokens_of_the_same_rows(rows, tokenizer, all_tokens):
+    packs = process_hf_dataset(
+        dataset=rows,
+        tokenizer=tokenizer,
+        max_length=32,
+        dataset_map_fn=to_conversation,
+        pack_to_max_length=True,
+        use_varlen_attn=True,
+        map_num_proc=1,
+    )
+    assert sum(count_tokens(packs).values()) < sum(all_tokens.values())
+
+
+def test_the_count_of_processes_changes_nothing(process):
+    one, two, three = (process(map_num_proc=n, packing="wrap") for n in (1, 2, 3))
+    assert list(one) == list(two) == list(three)
+    assert one.packing_report == two.packing_report == three.packing_report
+
+
+def test_it_builds_from_a_config(tmp_path, tokenizer):
+    data = [{"instruction": "w1 w2", "input": "", "output": f"w{i} w3 w4"} for i in range(5)]
+    Dataset.from_list(data).to_json(tmp_path / "train.json")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    config = ConfigDict(
+        type=process_packed_dataset,
+        dataset=dict(
+            type=load_dataset,
+            path="json",
+            data_files=dict(train=str(tmp_path / "train.json")),
+            cache_dir=str(tmp_path / "cache"),
+        ),
+        tokenizer=dict(
+            type=type(tokenizer).from_pretrained,
+            pretrained_model_name_or_path=str(tmp_path / "tokenizer"),
+        ),
+        max_length=64,
+        dataset_map_fn=alpaca_map_fn,
+        template_map_fn=dict(type=template_map_fn_factory, template=PROMPT_TEMPLATE.default),
+        remove_unused_columns=True,
+        shuffle_before_pack=True,
+        pack_to_max_length=True,
+        use_varlen_attn=True,
+    )
+    packs = BUILDER.build(config)
+    assert packs.packing_report.documents == 5
+    targets = Counter(label for pack in packs for label in pack["labels"] if label != -100)
+    # the five answers and their EOS
+    assert targets == Counter([*range(3, 8), *[6, 7, 2] * 5])
+
+
+def test_a_tokenized_dataset_may_have_other_columns():
+    rows = Dataset.from_dict(
+        {
+            "tokens": [[1, 2, 3], [4, 5], [6, 7]],
+            "labels": [[1, 2, 3], [4, 5], [-100, -100]],
+            "source": ["a", "b", "c"],
+            "nested": [{"x": [1]}, {"x": []}, {"x": [2, 3]}],
+        }
+    )
+    packs = process_packed_dataset(
+        rows,
+        do_dataset_tokenization=False,
+        rename_maps=[("tokens", "input_ids")],
+        max_length=8,
+        shuffle_before_pack=False,
+    )
+    assert list(packs) == [
+        {
+            "input_ids": [1, 2, 3, 4, 5],
+            "labels": [-100, 2, 3, -100, 5],
+            "cumulative_len": [0, 3, 5],
+            "position_ids": [0, 1, 2, 0, 1],
+        }
+    ]
+    assert packs.packing_report.num_masked == 1
+    with pytest.raises(ValueError, match=r"got \['tokens', 'labels', 'source', 'nested'\]"):
+        process_packed_dataset(rows, do_dataset_tokenization=False, max_length=8)
+
+
+def test_the_seed_decides_what_is_drawn(process):
+    first, again, other = (list(process(seed=seed)) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+def test_without_shuffling_documents_stay_in_order(process, rows, tokenizer):
+    packs = process(shuffle_before_pack=False, packing="wrap")
+    text = " ".join(f"<bos> {row['ask']} {row['answer']} <eos>" for row in rows)
+    assert [t for pack in packs for t in pack["input_ids"]] == tokenizer.encode(text)
+
+
+def test_rows_are_sampled_by_the_seed(process, rows):
+    few, again, other = (process(max_dataset_length=9, seed=seed) for seed in (0, 0, 1))
+    assert few.packing_report.documents == 9
+    assert list(few) == list(again)
+    assert count_tokens(few) != count_tokens(other)
+    assert process(max_dataset_length=999).packing_report.documents == len(rows)
+
+
+def test_the_report_is_logged(process, monkeypatch):
+    lines = []
+    monkeypatch.setattr(packed_dataset, "print_log", lambda line, logger: lines.append(line))
+    report = process().packing_report
+    assert lines == [str(report)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": None}, "max_length must be an integer of at least 2, got None"),
+        ({"max_length": 1}, "max_length must be an integer of at least 2, got 1"),
+        ({"split": "test"}, "split must be 'train' or None .*, got 'test'"),
+        ({"packing": "first_fit"}, r"one of \['best_fit', 'wrap'\], got 'first_fit'"),
+        ({"too_long": "truncate"}, "too_long must be .*, got 'truncate'"),
+        ({"pack_to_max_length": False}, "pack_to_max_length must be True .*, got False"),
+        ({"use_varlen_attn": False}, "use_varlen_attn must be True .*, got False"),
+        ({"input_ids_with_output": False}, "input_ids_with_output must be True .*, got False"),
+        ({"with_image_token": True}, "with_image_token must be False .*, got True"),
+        ({"tokenizer": None}, "tokenizer must be given to tokenize, got None"),
+        ({"dataset_map_fn": None}, r"conversation .*, got \['ask', 'answer', 'meta'\]"),
+        ({"dataset": Dataset.from_dict({"ask": []})}, "one document, got 0 of 0 rows"),
+        (
+            {
+                "dataset_map_fn": lambda row: {"conversation": []},
+                "template_map_fn": lambda row: row,
+            },
+            "one document, got 0 of 40 rows",
+        ),
+        (
+            {"too_long": "error"},
+            r"at most max_length=32 tokens, got 33 in document 17 \(1 of 40 are longer\)",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_met_are_refused(process, options, message):
+    with pytest.raises(ValueError, match=message):
+        process(**options)
+
+
+def pack_on_rank(rank, store, rows, options, outcomes):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
+    try:
+        # only rank 0 may need the dataset
+        packs = process_packed_dataset(
+            rows if rank == 0 else None, do_dataset_tokenization=False, **options
+        )
+        outcomes.put((rank, [packs[1, i] for i in range(len(packs))]))
+    except Exception as error:
+        outcomes.put((rank, f"{type(error).__name__}: {error}"))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def on_two_ranks(tmp_path, make_rows):
+    def run(**options):
+        context = multiprocessing.get_context("fork")
+        outcomes = context.Queue()
+        arguments = (tmp_path / "store", make_rows([5, 3, 4, 2]), options, outcomes)
+        ranks = [context.Process(target=pack_on_rank, args=(r, *arguments)) for r in range(2)]
+        for process in ranks:
+            process.start()
+        result = dict(outcomes.get(timeout=60) for _ in ranks)
+        for process in ranks:
+            process.join()
+        return [result[rank] for rank in range(2)]
+
+    return run
+
+
+def test_all_ranks_have_the_packs_of_rank_zero(on_two_ranks):
+    first, second = on_two_ranks(max_length=8)
+    assert first == second
+    assert sum(len(pack["input_ids"]) for pack in first) == 14
+
+
+def test_what_fails_on_rank_zero_fails_on_all(on_two_ranks):
+    first, second = on_two_ranks(max_length=4, too_long="error")
+    assert first.startswith("ValueError: documents must have at most max_length=4 tokens, got 5")
+    assert second == (
+        f"RuntimeError: rank 0 must build the dataset for all ranks, got {first}; see its traceback"
+    )

@@ -1,0 +1,114 @@
+"""RedrawSampler: packs of an epoch, through MMEngine's own dataloader and iterator."""
+
+import numpy as np
+import pytest
+from mmengine.dataset import DefaultSampler
+from mmengine.runner import Runner, loops
+from xtuner.parallel.sequence import sampler as xtuner_sampler
+
+from xtuner_mamba.dataset import PackedDataset, RedrawSampler, packed_collate_fn
+from xtuner_mamba.dataset.packed_dataset import pack_documents
+
+NUM_EPOCHS = 3
+
+
+@pytest.fixture
+def packs(make_documents):
+    lengths = np.random.default_rng(0).integers(2, 60, 30)
+    return pack_documents(make_documents(lengths), 128, seed=1)
+
+
+@pytest.fixture
+def iterate(monkeypatch):
+    """What ``TrainLoop`` iterates over, from a dataloader config like a template's."""
+    monkeypatch.setattr(loops.time, "sleep", lambda seconds: None)
+
+    def build(packs, sampler=RedrawSampler, **options):
+        config = dict(
+            batch_size=1,
+            dataset=packs,
+            sampler=dict(type=sampler, shuffle=True),
+            collate_fn=dict(type=packed_collate_fn),
+            **options,
+        )
+        return loops._InfiniteDataloaderIterator(Runner.build_dataloader(config, seed=5))
+
+    return build
+
+
+def tokens_of(batch):
+    return batch["data"]["input_ids"][0].tolist()
+
+
+WORKERS = [
+    dict(num_workers=0),
+    dict(num_workers=2),
+    dict(num_workers=2, persistent_workers=True),
+]
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+def test_every_epoch_has_its_own_packs(packs, iterate, workers):
+    batches = iterate(packs, **workers)
+    seen = []
+    for epoch in range(NUM_EPOCHS):
+        drawn = [tokens_of(next(batches)) for _ in range(len(packs))]
+        expected = [packs[epoch, i]["input_ids"] for i in range(len(packs))]
+        assert sorted(drawn) == sorted(expected)
+        assert drawn != expected
+        seen.append(frozenset(map(tuple, drawn)))
+    assert len(set(seen)) == NUM_EPOCHS
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+def test_a_resumed_run_goes_on_with_the_same_packs(packs, iterate, workers):
+    batches = iterate(packs, num_workers=0)
+    uninterrupted = [tokens_of(next(batches)) for _ in range(NUM_EPOCHS * len(packs))]
+    # TrainLoop replays the batches before the checkpoint, here one in the second epoch
+    batches = iterate(pack_again(packs), **workers)
+    replayed = [tokens_of(next(batches)) for _ in uninterrupted]
+    assert replayed == uninterrupted
+
+
+def pack_again(packs):
+    """Another process would pack the dataset from scratch."""
+    return pack_documents(packs._documents, 128, seed=packs.seed)
+
+
+def test_xtuners_samplers_see_the_first_draw_every_epoch(packs, iterate):
+    batches = iterate(packs, sampler=DefaultSampler, num_workers=0)
+    expected = sorted(pack["input_ids"] for pack in packs)
+    for _ in range(2):
+        assert sorted(tokens_of(next(batches)) for _ in range(len(packs))) == expected
+
+
+def test_ranks_share_the_packs_of_an_epoch(packs, monkeypatch):
+    monkeypatch.setattr(xtuner_sampler, "get_data_parallel_world_size", lambda: 2)
+    shares = []
+    for rank in range(2):
+        monkeypatch.setattr(xtuner_sampler, "get_data_parallel_rank", lambda rank=rank: rank)
+        sampler = RedrawSampler(packs, seed=0)
+        sampler.set_epoch(3)
+        shares.append(list(sampler))
+        assert len(sampler) == len(shares[-1])
+    assert len(shares[0]) == len(shares[1])
+    assert sorted({*shares[0], *shares[1]}) == [(3, i) for i in range(len(packs))]
+    # the sampler that was told of no epoch is still in the first
+    assert {epoch for epoch, _ in RedrawSampler(packs, seed=0)} == {0}
+
+
+def test_workers_that_fetch_ahead_stay_in_their_epoch(packs):
+    sampler = RedrawSampler(packs, seed=0)
+    indices = iter(sampler)
+    next(indices)
+    sampler.set_epoch(1)
+    assert {epoch for epoch, _ in indices} == {0}
+
+
+def test_a_dataset_with_one_draw_is_refused(packs, make_documents):
+    with pytest.raises(ValueError, match="got list; use mmengine"):
+        RedrawSampler([1, 2, 3])
+    in_order = pack_documents(make_documents([3, 4]), 8, seed=None)
+    assert isinstance(in_order, PackedDataset)
+    with pytest.raises(ValueError, match="got PackedDataset with shuffle_before_pack=False"):
+        RedrawSampler(in_order)
