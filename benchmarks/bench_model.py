@@ -25,7 +25,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout
 from xtuner_mamba.model import dispatch_packed
-from xtuner_mamba.model.sft import packed_token_loss, round_all_but_dynamics
+from xtuner_mamba.model.sft import cast_all_but_dynamics, packed_token_loss
 from xtuner_mamba.testing import lognormal_lengths
 
 RESULTS = Path(__file__).parent / "results" / "model.csv"
@@ -45,7 +45,7 @@ def make_model(size: str) -> MambaForCausalLM:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = MambaForCausalLM(config)
-    round_all_but_dynamics(model, torch.bfloat16)
+    cast_all_but_dynamics(model, torch.bfloat16)
     return model.train()
 
 
@@ -114,6 +114,7 @@ def measure(way: str, size: str, total: int, repeats: int) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Measure, record and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="130m")
     parser.add_argument("--tokens", type=int, default=32768, help="of a packed step")

@@ -50,19 +50,20 @@ class PackedSupervisedFinetune(SupervisedFinetune):
         self, llm_cfg: dict | nn.Module, use_varlen_attn: bool, max_position_embeddings: int | None
     ) -> nn.Module:
         """Build the language model, its ``A_log`` and ``D`` in float32, its mixers dispatched."""
-        dtype = None
         if isinstance(llm_cfg, nn.Module):
             # XTuner 0.2.0 takes a module in its signature, but loses it
-            llm = llm_cfg
+            llm, dtype = llm_cfg, None
             llm.config.use_cache = False
         else:
-            if "quantization_config" not in llm_cfg:
+            dtype = llm_cfg.get("torch_dtype")
+            if not use_varlen_attn or "quantization_config" in llm_cfg or dtype == "auto":
+                dtype = None
+            else:
                 # loaded in full and rounded here: A_log and D must never have been rounded
-                dtype = _as_dtype(llm_cfg.pop("torch_dtype", None))
+                llm_cfg.pop("torch_dtype", None)
             llm = super().build_llm_from_cfg(llm_cfg, use_varlen_attn, max_position_embeddings)
-        if dtype is not None:
-            llm.to(dtype) if dtype.itemsize >= 4 else round_all_but_dynamics(llm, dtype)
         if use_varlen_attn:
+            cast_all_but_dynamics(llm, _as_dtype(dtype))
             dispatched = dispatch_packed(llm)
             if dispatched.counts:
                 print_log(f"Dispatch packed forwards: {dispatched.counts}", "current")
@@ -113,17 +114,21 @@ def packed_token_loss(
     return total / mean_targets
 
 
+def cast_all_but_dynamics(llm: nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast a model in place, but keep the parameters in :data:`KEEP_FLOAT32` from rounding.
+
+    Args:
+        llm: The model.
+        dtype: Of everything else; ``None`` leaves it as it is.
+    """
+    for name, tensor in [*llm.named_parameters(), *llm.named_buffers()]:
+        if not tensor.is_floating_point():
+            continue
+        wanted = tensor.dtype if dtype is None else dtype
+        if name.rpartition(".")[2] in KEEP_FLOAT32:
+            wanted = torch.promote_types(wanted, torch.float32)
+        tensor.data = tensor.data.to(wanted)
+
+
 def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if isinstance(dtype, str) and dtype != "auto":
-        dtype = getattr(torch, dtype.removeprefix("torch."))
-    return dtype
-
-
-def round_all_but_dynamics(llm: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a model in place, but for the parameters in :data:`KEEP_FLOAT32`."""
-    for name, parameter in llm.named_parameters():
-        if parameter.is_floating_point() and name.rpartition(".")[2] not in KEEP_FLOAT32:
-            parameter.data = parameter.data.to(dtype)
-    for buffer in llm.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
+    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
