@@ -1,0 +1,40 @@
+"""Causal depthwise conv1d over packed documents in plain PyTorch, all tokens at once."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def causal_conv1d_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None,
+    cu_seqlens: Tensor, activation: str | None, *, return_final_states: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """See :func:`xtuner_mamba.ops.causal_conv1d`; the rows are laid end to end.
+
+    Every document is led by a state of ``width - 1`` rows, so that no tap reaches the document
+    before. With width 3, documents of 2 and 1 tokens (a, b) stand as ``s s a a s s b``.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    (total, dim), width = x.shape, weight.shape[1]
+    state = width - 1
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff()
+    docs = torch.arange(len(lengths), device=x.device)
+    state_rows = (starts + docs * state)[:, None] + torch.arange(state, device=x.device)
+    token_rows = torch.arange(total, device=x.device)
+    token_rows = token_rows + (docs + 1).repeat_interleave(lengths) * state
+
+    led = x.new_zeros(total + len(lengths) * state, dim, dtype=dtype)
+    led = led.index_copy(0, token_rows, x.to(dtype))
+    if initial_states is not None:
+        states = initial_states.mT.flatten(0, 1)
+        led = led.index_copy(0, state_rows.flatten(), states.to(dtype))
+    windows = len(led) - state
+    y = weight.new_zeros(dim, dtype=dtype) if bias is None else bias.to(dtype)
+    for tap in range(width):
+        y = torch.addcmul(y, led[tap : tap + windows], weight[:, tap].to(dtype))
+    # windows that end in a state belong to no token
+    y = y.index_select(0, token_rows - state)
+    y = (F.silu(y) if activation == "silu" else y).to(x.dtype)
+    if not return_final_states:
+        return y, None
+    return y, led[state_rows + lengths[:, None]].mT.to(x.dtype)

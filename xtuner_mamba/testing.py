@@ -1,0 +1,201 @@
+"""Inputs, oracles and tolerances shared by the tests and the benchmarks."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xtuner_mamba.layout import PackedLayout
+
+
+def lognormal_lengths(total: int, seed: int = 0) -> list[int]:
+    """Draw long-tailed document lengths that sum to ``total``.
+
+    Log-normal(6.2, 0.85) kept in [57, 2048], mean 594; the last document is cut to fit.
+    """
+    rng = np.random.default_rng(seed)
+    lengths, room = [], total
+    while room:
+        length = int(rng.lognormal(6.2, 0.85))
+        if 57 <= length <= 2048:
+            lengths.append(min(length, room))
+            room -= lengths[-1]
+    return lengths
+
+
+def make_scan_inputs(
+    lengths: Sequence[int],
+    *,
+    dim: int = 5,
+    dstate: int = 3,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Draw every tensor argument of ``selective_scan``, by name, with step sizes as in training.
+
+    Parameters and states stay in float32 (float64) for half-precision ``dtype``.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    total, state_dtype = sum(lengths), torch.promote_types(dtype, torch.float32)
+    tokens = {"x": dim, "dt": dim, "B": dstate, "C": dstate, "z": dim}
+    inputs = {name: torch.randn(1, total, size, generator=draw) for name, size in tokens.items()}
+    inputs = {name: t.to(dtype) for name, t in inputs.items()}
+    params = {
+        "A": -torch.rand(dim, dstate, generator=draw) * dstate - 0.5,
+        "D": torch.randn(dim, generator=draw),
+        "dt_bias": torch.randn(dim, generator=draw) - 2,
+        "initial_states": torch.randn(len(lengths), dim, dstate, generator=draw),
+    }
+    inputs |= {name: t.to(state_dtype) for name, t in params.items()}
+    inputs["cu_seqlens"] = PackedLayout.from_lengths(lengths).cu_seqlens
+    return {name: t.to(device) for name, t in inputs.items()}
+
+
+def make_conv_inputs(
+    lengths: Sequence[int],
+    *,
+    dim: int = 5,
+    width: int = 4,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Draw every tensor argument of ``causal_conv1d``, by name."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {
+        "x": (1, sum(lengths), dim),
+        "weight": (dim, width),
+        "bias": (dim,),
+        "initial_states": (len(lengths), dim, width - 1),
+    }
+    inputs = {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
+    inputs["cu_seqlens"] = PackedLayout.from_lengths(lengths).cu_seqlens
+    return {name: t.to(device) for name, t in inputs.items()}
+
+
+def in_float64(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the same values, all floating-point tensors in float64."""
+    return {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
+
+
+def outputs_and_grads(
+    op: Callable, inputs: dict[str, Tensor], *, seed: int = 0, **options: object
+) -> dict[str, Tensor]:
+    """Run an op forward and backward.
+
+    Args:
+        op: ``selective_scan``, ``causal_conv1d`` or an oracle of theirs.
+        inputs: Its tensors by name; gradients are taken of the floating-point ones.
+        seed: Of the gradients that come in. They are eighths in [-1, 1], which every dtype holds
+            exactly, so that runs in different precisions stay comparable.
+        options: Passed to the op.
+
+    Returns:
+        ``y``, ``final_states`` and ``d<name>`` for every input.
+    """
+    leaves = {name: t.detach().clone() for name, t in inputs.items()}
+    wanted = [name for name, t in leaves.items() if t.is_floating_point()]
+    for name in wanted:
+        leaves[name].requires_grad_()
+    outputs = op(**leaves, **options, return_final_states=True)
+    draw = torch.Generator().manual_seed(seed)
+    incoming = [
+        (torch.randint(-8, 9, t.shape, generator=draw) / 8).to(t.device, t.dtype) for t in outputs
+    ]
+    grads = torch.autograd.grad(outputs, [leaves[name] for name in wanted], incoming)
+    results = dict(zip(("y", "final_states"), (t.detach() for t in outputs)))
+    return results | {f"d{name}": grad for name, grad in zip(wanted, grads)}
+
+
+def scan_oracle(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, cu_seqlens: Tensor,
+    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
+    dt_softplus: bool = False, initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Evaluate ``selective_scan`` in closed form, a document at a time, without a recurrence.
+
+        h[t] = exp(A S[0, t]) h_0 + sum_{s <= t} exp(A S[s, t]) dt[s] B[s] x[s]
+
+    where S[s, t] is the sum of dt after s up to t. Quadratic in the length of a document.
+    """
+    if dt_bias is not None:
+        dt = dt + dt_bias
+    if dt_softplus:
+        dt = torch.logaddexp(dt, torch.zeros_like(dt))
+    ys, final_states = [], []
+    for i_seq, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        dt_i, B_i, C_i = (t[0, start:end] for t in (dt, B, C))
+        inputs = (dt_i * x[0, start:end])[:, :, None] * B_i[:, None, :]
+        for t in range(end - start):
+            # summed backwards from t: no difference of long sums
+            since = dt_i[1 : t + 1].flip(0).cumsum(0).flip(0)
+            since = torch.cat([since, torch.zeros_like(dt_i[:1])])
+            h = (torch.exp(A * since[:, :, None]) * inputs[: t + 1]).sum(0)
+            if initial_states is not None:
+                h = h + torch.exp(A * dt_i[: t + 1].sum(0)[:, None]) * initial_states[i_seq]
+            ys.append(h @ C_i[t])
+        final_states.append(h)
+    y = torch.stack(ys)[None]
+    if D is not None:
+        y = y + D * x
+    if z is not None:
+        y = y * z * torch.sigmoid(z)
+    return (y, torch.stack(final_states)) if return_final_states else y
+
+
+def conv_oracle(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, cu_seqlens: Tensor,
+    activation: str | None = None, initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Evaluate ``causal_conv1d`` with PyTorch's own convolution, a document at a time."""
+    dim, width = weight.shape
+    ys, final_states = [], []
+    for i_seq, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        state = x.new_zeros(dim, width - 1) if initial_states is None else initial_states[i_seq]
+        document = torch.cat([state, x[0, start:end].T], dim=1)
+        ys.append(F.conv1d(document, weight[:, None], bias, groups=dim).T)
+        final_states.append(document[:, end - start :])
+    y = torch.cat(ys)[None]
+    y = y * torch.sigmoid(y) if activation == "silu" else y
+    return (y, torch.stack(final_states)) if return_final_states else y
+
+
+def relative_rms(actual: Tensor, exact: Tensor) -> float:
+    """Return the root mean square of the error over that of the exact values."""
+    return _rms(actual.double() - exact.double()) / max(_rms(exact.double()), 1e-300)
+
+
+def assert_as_accurate_as_eager(name: str, actual: Tensor, eager: Tensor, exact: Tensor) -> None:
+    """Check that a kernel errs at most twice as much as eager PyTorch, on average and at worst.
+
+    Args:
+        name: What is compared, for the failure message.
+        actual: Result of the kernel under test.
+        eager: Result of the reference at the same input precision.
+        exact: Result of an oracle in float64.
+    """
+    assert actual.dtype == eager.dtype, f"{name}: dtype {actual.dtype}, expected {eager.dtype}"
+    assert actual.shape == exact.shape, f"{name}: shape {actual.shape}, expected {exact.shape}"
+    assert torch.isfinite(actual).all(), f"{name}: result has NaN or inf"
+    eps = torch.finfo(actual.dtype).eps
+    # one correct rounding of the exact result errs by about eps / 4 (rms) and eps / 2 (worst)
+    for norm, rounding in ((_rms, eps / 4), (_worst, eps / 2)):
+        error = norm(actual.double() - exact)
+        allowed = 2 * max(norm(eager.double() - exact), rounding * norm(exact))
+        assert error <= allowed, (
+            f"{name}: {norm.__name__[1:]} error {error:.2e}, allowed {allowed:.2e}"
+        )
+
+
+def _rms(t: Tensor) -> float:
+    return t.square().mean().sqrt().item() if t.numel() else 0.0
+
+
+def _worst(t: Tensor) -> float:
+    return t.abs().max().item() if t.numel() else 0.0
