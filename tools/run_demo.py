@@ -8,12 +8,14 @@ fails, the loss does not fall, or a document of a pack reaches another.
 
 import argparse
 import json
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+import warnings
 from collections import deque
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 DEMO = Path("demo")
 TEMPLATE = "mamba_demo_stdlib_varlen"
 CONFIG = DEMO / f"{TEMPLATE}_copy.py"
-SCORE_DOCUMENTS = Path(__file__).resolve().with_name("score_documents.py")
+TOOLS = Path(__file__).resolve().parent
 # packs whose logits are compared with those of one document at a time
 NUM_COMPARED = 4
 # logged losses whose mean is the loss at the end
@@ -35,6 +37,9 @@ NUM_LAST = 4
 def main(argv: list[str] | None = None) -> int:
     """Run the demo and print its table."""
     args = parse_args(argv)
+    # what libraries say about themselves; of XTuner's commands it is in the logs
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     os.chdir(args.workdir)
     if DEMO.exists():
         if not (DEMO / "corpus" / "stdlib.jsonl").exists():
@@ -94,8 +99,8 @@ def train_and_convert() -> None:
     """
     run("xtuner", "list-cfg", "-p", "mamba", show="mamba")
     run("xtuner", "copy-cfg", TEMPLATE, DEMO, show="Copy")
-    # every tenth line of MMEngine's log, which has one for every five packs
-    shown = r"packed \d|Iter\(train\) \[ *(\d*[05]0|5)/"
+    # one line of MMEngine's log in four; it has one for every five packs
+    shown = r"packed \d|Iter\(train\) \[ *(\d*[02468]0|5)/"
     run("xtuner", "train", CONFIG, "--work-dir", DEMO / "work_dir", show=shown)
     last = Path((DEMO / "work_dir" / "last_checkpoint").read_text())
     checkpoint = DEMO / "work_dir" / last.name
@@ -113,7 +118,7 @@ def run(*command: str | Path, show: str = "", **env: str) -> None:
     print(f"\n$ {title}", flush=True)
     logs = DEMO / "logs"
     logs.mkdir(exist_ok=True)
-    log = logs / f"{len(list(logs.iterdir())) + 1}_{words[1].split(os.sep)[-1]}.log"
+    log = logs / f"{len(list(logs.iterdir())) + 1}_{Path(words[1]).stem}.log"
     start, tail = time.monotonic(), deque(maxlen=30)
     process = subprocess.Popen(
         words,
@@ -169,7 +174,8 @@ def compare(packs: list[dict]) -> dict[str, float | int]:
     ]
     (DEMO / "documents.json").write_text(json.dumps(documents))
     files = DEMO / "hf", DEMO / "documents.json", DEMO / "logits.pt"
-    run("python", SCORE_DOCUMENTS, *files, XTUNER_MAMBA_DISABLE="1")
+    script = os.path.relpath(TOOLS / "score_documents.py")
+    run("python", script, *files, XTUNER_MAMBA_DISABLE="1")
     alone = torch.load(DEMO / "logits.pt")
 
     model = AutoModelForCausalLM.from_pretrained(DEMO / "hf").eval()

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
-# as in the tokenizer of the published Mamba models, the first token ends a document
+# as in the tokenizer of the published Mamba models, the first token begins and ends a document
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"
 # no source of the library itself, or tables of data
 _LEFT_OUT = {
@@ -109,7 +109,11 @@ def train_tokenizer(documents: list[Document], vocab_size: int) -> PreTrainedTok
     )
     bpe.train_from_iterator((document.text for document in documents), trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT, pad_token=PADDING
+        tokenizer_object=bpe,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        unk_token=END_OF_TEXT,
+        pad_token=PADDING,
     )
 
 
@@ -121,6 +125,8 @@ def build_model(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         num_hidden_layers=num_layers,
+        # transformers' 0.1 makes a model this small predict the token it has just read
+        initializer_range=0.02,
         bos_token_id=tokenizer.eos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

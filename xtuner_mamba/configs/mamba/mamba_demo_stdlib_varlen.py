@@ -46,7 +46,7 @@ lr = 4e-3  # high: the model is small and starts from random weights
 betas = (0.9, 0.95)
 weight_decay = 0.1  # not on A_log, D, biases and norms
 max_norm = 1  # grad clip
-warmup_ratio = 0.05
+warmup_ratio = 0.1
 
 # Save
 save_steps = 1000
