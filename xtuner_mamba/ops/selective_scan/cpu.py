@@ -55,8 +55,9 @@ class SelectiveScanFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dfinal_states):
-        inputs = ctx.saved_tensors[: ctx.num_inputs]
-        block_states = ctx.saved_tensors[ctx.num_inputs :]
+        # read once: activation checkpointing lets a tensor be unpacked a single time
+        saved = ctx.saved_tensors
+        inputs, block_states = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
         grads = _scan_bwd(dy, dfinal_states, *inputs, *ctx.options, block_states)
         return *grads, None, None, None
 
