@@ -1,4 +1,7 @@
 import importlib.util
+import json
+import random
+import re
 import subprocess
 import sys
 import venv
@@ -8,6 +11,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
+from xtuner.configs import cfgs_name_path
+
+from xtuner_mamba.integration.templates import templates
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,3 +62,69 @@ class Environment:
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
     return Environment(tmp_path / "environment")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A folder with a Mamba of random weights, its tokenizer, and conversations like alpaca's."""
+    path = tmp_path_factory.mktemp("tiny")
+    make_tokenizer().save_pretrained(path / "model")
+    torch.manual_seed(0)
+    MambaForCausalLM(MambaConfig(**TINY)).save_pretrained(path / "model")
+    (path / "data").mkdir()
+    (path / "data" / "train.json").write_text(json.dumps(make_conversations()))
+    return path
+
+
+# ids as in GPT-NeoX's tokenizer, whose end of text is 0
+TINY = dict(
+    vocab_size=264,
+    hidden_size=16,
+    state_size=4,
+    num_hidden_layers=2,
+    bos_token_id=0,
+    eos_token_id=0,
+    pad_token_id=0,
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a tokenizer of single bytes."""
+    end = "<|endoftext|>"
+    alphabet = [end, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {token: index for index, token in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end, unk_token=end
+    )
+
+
+def make_conversations(count: int = 24) -> list[dict[str, str]]:
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "away"]
+    draw = random.Random(0)
+    return [
+        {
+            "instruction": " ".join(draw.choices(words, k=draw.randint(2, 8))),
+            "input": "",
+            "output": " ".join(draw.choices(words, k=draw.randint(1, 40))),
+        }
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture
+def write_config(tiny: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Copy a config, with values of its settings block replaced."""
+
+    def write(source: str, **settings: object) -> Path:
+        text = Path(cfgs_name_path.get(source) or templates()[source]).read_text()
+        for name, value in settings.items():
+            text, count = re.subn(rf"^{name} = .*$", f"{name} = {value!r}", text, flags=re.M)
+            assert count == 1, f"{source} sets {name} {count} times"
+        path = tmp_path / f"{source}_copy.py"
+        path.write_text(text)
+        return path
+
+    return write

@@ -33,10 +33,12 @@ def check_packed_training(cfg: Config, args: argparse.Namespace) -> bool:
     if cfg.get("framework", "mmengine").lower() == "huggingface" or not _uses_varlen(cfg):
         return False
     _check_batches(cfg)
+    _check_row_length(cfg)
     _check_hooks(cfg)
     _check_work_dir(cfg, args)
     covered = _check_model(cfg.model.llm)
-    _check_sequence_parallel(cfg, covered)
+    if covered:
+        _check_rows_are_whole(cfg)
     return covered
 
 
@@ -59,11 +61,11 @@ def walk(node: object, path: str = "") -> Iterator[tuple[str, dict]]:
 
 
 def _uses_varlen(cfg: Config) -> bool:
-    settings = {
-        f"{path}.use_varlen_attn" if path else "use_varlen_attn": bool(node["use_varlen_attn"])
-        for path, node in walk(cfg._cfg_dict)
-        if "use_varlen_attn" in node
-    }
+    settings = {"use_varlen_attn": bool(cfg.get("use_varlen_attn", False))}
+    for part in ("model", "train_dataloader", "val_dataloader", "test_dataloader"):
+        for path, node in walk(cfg.get(part), part):
+            if "use_varlen_attn" in node:
+                settings[f"{path}.use_varlen_attn"] = bool(node["use_varlen_attn"])
     if len(set(settings.values())) > 1:
         raise ConfigError(
             f"use_varlen_attn must be the same everywhere, got {settings}; set it in the config "
@@ -85,6 +87,17 @@ def _check_batches(cfg: Config) -> None:
             "pack_to_max_length must be True with use_varlen_attn, got False; set it to True, or "
             "train on padded rows with use_varlen_attn=False"
         )
+
+
+def _check_row_length(cfg: Config) -> None:
+    size = cfg.get("sequence_parallel_size", 1)
+    for path, node in walk(cfg.train_dataloader, "train_dataloader"):
+        length = node.get("max_length")
+        if length is not None and length % size:
+            raise ConfigError(
+                f"max_length must be divisible by sequence_parallel_size, got {length} and {size} "
+                f"in {path}; choose a multiple of {size}"
+            )
 
 
 def _check_hooks(cfg: Config) -> None:
@@ -162,16 +175,9 @@ def _model_without_weights(llm: dict) -> nn.Module | None:
         return model_class(config)
 
 
-def _check_sequence_parallel(cfg: Config, covered: bool) -> None:
+def _check_rows_are_whole(cfg: Config) -> None:
     size = cfg.get("sequence_parallel_size", 1)
-    for path, node in walk(cfg.train_dataloader, "train_dataloader"):
-        length = node.get("max_length")
-        if length is not None and length % size:
-            raise ConfigError(
-                f"max_length must be divisible by sequence_parallel_size, got {length} and {size} "
-                f"in {path}; choose a multiple of {size}"
-            )
-    if covered and size != 1:
+    if size != 1:
         raise ConfigError(
             f"sequence_parallel_size must be 1 for a model with Mamba layers, got {size}; their "
             "state runs along the row, which cannot be cut: lower max_length or use ZeRO instead"

@@ -46,7 +46,7 @@ lr = 3e-4
 betas = (0.9, 0.95)
 weight_decay = 0.1  # not on A_log, D, biases and norms
 max_norm = 1  # grad clip
-warmup_ratio = 0.01
+warmup_ratio = 0.03
 
 # Save
 save_steps = 1000

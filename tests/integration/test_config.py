@@ -1,0 +1,249 @@
+"""What ``xtuner train`` refuses before building, and what it changes in a config."""
+
+import argparse
+import importlib
+
+import pytest
+import torch
+from mmengine.config import Config
+from transformers import GPT2Config, LlamaConfig, MambaConfig
+
+from xtuner_mamba.integration import config_rewrites, deepspeed
+from xtuner_mamba.integration.config_checks import ConfigError, check_packed_training, type_name
+from xtuner_mamba.integration.train import CheckCfg
+
+TEMPLATE = "mamba_130m_full_alpaca_e3_varlen"
+STOCK = "llama3_8b_full_alpaca_e3"
+
+
+@pytest.fixture
+def args(tmp_path):
+    return argparse.Namespace(
+        config="copy.py", work_dir=str(tmp_path / "work"), deepspeed=None, launcher="none"
+    )
+
+
+@pytest.fixture
+def template(write_config, tiny):
+    path = write_config(TEMPLATE, pretrained_model_name_or_path=str(tiny / "model"))
+    return Config.fromfile(path)
+
+
+@pytest.fixture
+def stock(write_config, tiny):
+    path = write_config(
+        STOCK, pretrained_model_name_or_path=str(tiny / "model"), use_varlen_attn=True
+    )
+    return Config.fromfile(path)
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    lines = []
+    for module in (config_rewrites, deepspeed):
+        monkeypatch.setattr(module, "print_log", lambda message, **kwargs: lines.append(message))
+    return lines
+
+
+def test_template_is_covered(template, args):
+    assert check_packed_training(template, args) is True
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"train_dataloader.batch_size": 2}, r"batch_size must be 1 .* got 2; .*max_length"),
+        (
+            {"train_dataloader.dataset.pack_to_max_length": False},
+            r"pack_to_max_length must be True .* got False; ",
+        ),
+        ({"pack_to_max_length": False}, r"pack_to_max_length must be True .* got False; "),
+        (
+            {"model.use_varlen_attn": False},
+            r"be the same .*'model.use_varlen_attn': False.*; ",
+        ),
+        ({"custom_hooks": []}, r"custom_hooks must hold PackedLayoutHook .* got \[\]; add dict"),
+        ({"sequence_parallel_size": 3}, r"divisible .* got 8192 and 3 in \S+dataset; .*of 3"),
+        ({"sequence_parallel_size": 2}, r"sequence_parallel_size must be 1 .* got 2; "),
+        (
+            {"model.llm.pretrained_model_name_or_path": "/nowhere"},
+            r"transformers can read, got '/nowhere'; ",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_train_is_refused(template, args, option, message):
+    template.merge_from_dict(option)
+    with pytest.raises(ConfigError, match=message):
+        check_packed_training(template, args)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPT2Config(n_layer=1, n_embd=8, n_head=2), r"GPT2LMHeadModel .* none for \['GPT2\w+'\]; "),
+        (
+            LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2),
+            r"flash-attn must .* \['LlamaAttention'\] in LlamaForCausalLM, got none; ",
+        ),
+    ],
+    ids=["nobody", "flash-attn"],
+)
+def test_model_without_a_varlen_path_is_named(
+    template, args, tmp_path, monkeypatch, config, message
+):
+    monkeypatch.setattr("xtuner.model.modules.dispatch.SUPPORT_FLASH2", False)
+    config.save_pretrained(tmp_path / "other")
+    template.model.llm.pretrained_model_name_or_path = str(tmp_path / "other")
+    with pytest.raises(ConfigError, match=message):
+        check_packed_training(template, args)
+    # the weights were never looked for
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["config.json"]
+
+
+def test_model_of_xtuner_with_flash_attn_is_its_business(template, args, tmp_path, monkeypatch):
+    monkeypatch.setattr("xtuner.model.modules.dispatch.SUPPORT_FLASH2", True)
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2)
+    config.save_pretrained(tmp_path / "other")
+    template.model.llm.pretrained_model_name_or_path = str(tmp_path / "other")
+    assert check_packed_training(template, args) is False
+
+
+def test_model_of_a_size_that_fits_nowhere_is_looked_at(template, args, tmp_path):
+    config = MambaConfig(hidden_size=2**17, num_hidden_layers=2, state_size=16)
+    config.save_pretrained(tmp_path / "huge")
+    template.model.llm.pretrained_model_name_or_path = str(tmp_path / "huge")
+    assert check_packed_training(template, args) is True
+
+
+@pytest.mark.parametrize("with_deepspeed", [True, False], ids=["deepspeed", "plain"])
+def test_checkpoints_of_the_other_kind_are_told(template, args, tmp_path, with_deepspeed):
+    args.deepspeed = "deepspeed_zero2" if with_deepspeed else None
+    work_dir = tmp_path / "work"
+    (work_dir / "iter_4.pth").mkdir(parents=True)
+    (work_dir / "iter_8.pth").touch()
+    wrong = "iter_8.pth" if with_deepspeed else "iter_4.pth"
+    with pytest.raises(ConfigError, match=rf"work_dir must not .* got \['{wrong}'\] in .*/work, "):
+        check_packed_training(template, args)
+    template.work_dir, args.work_dir = str(work_dir), str(tmp_path / "another")
+    assert check_packed_training(template, args)
+
+
+def test_run_without_varlen_is_plain_xtuner(write_config, args, logged, monkeypatch):
+    monkeypatch.setattr("xtuner.utils.device.get_device_name", lambda: "cuda")
+    cfg = Config.fromfile(write_config(STOCK, batch_size=4, pack_to_max_length=False))
+    before = cfg.to_dict()
+    run_check(cfg, args)
+    assert cfg.to_dict() == before
+    assert logged == []
+
+
+def run_check(cfg, args, **script):
+    """Call XTuner's check_cfg as ``xtuner train`` does, with ours before it."""
+    train = importlib.import_module("xtuner.tools.train")
+    script = {**vars(train), "SUPPORT_FLASH2": False, **script}
+    check_xtuner = type(train.check_cfg)(train.check_cfg.__code__, script)
+    CheckCfg(check_xtuner, script)(cfg, args)
+    assert script["SUPPORT_FLASH2"] is False
+    return script
+
+
+def test_stock_config_is_made_exact(stock, args, logged, monkeypatch):
+    monkeypatch.setattr("xtuner.utils.device.get_device_name", lambda: "cuda")
+    run_check(stock, args)
+    assert type_name(stock.model) == "PackedSupervisedFinetune"
+    assert type_name(stock.train_dataloader.dataset) == "process_packed_dataset"
+    assert stock.train_dataloader.dataset.packing == "wrap"
+    assert dict(stock.train_dataloader.collate_fn).keys() == {"type"}
+    assert type_name(stock.train_dataloader.collate_fn) == "packed_collate_fn"
+    hooks = [type_name(hook) for hook in stock.custom_hooks]
+    assert "PackedLayoutHook" in hooks
+    assert "VarlenAttnArgsToMessageHubHook" not in hooks
+    constructor = stock.optim_wrapper.constructor
+    assert constructor.__name__ == "MambaOptimWrapperConstructor"
+    # nothing else, each told, and the result can be dumped and read
+    assert type_name(stock.optim_wrapper) == "AmpOptimWrapper"
+    assert len(logged) == 5
+    assert Config.fromstring(stock.pretty_text, ".py").model.type.endswith(
+        ".PackedSupervisedFinetune"
+    )
+
+
+def test_config_of_ours_is_left_as_it_is(template, args, logged, monkeypatch):
+    monkeypatch.setattr("xtuner.utils.device.get_device_name", lambda: "cuda")
+    before = template.to_dict()
+    run_check(template, args)
+    assert template.to_dict() == before
+    assert logged == []
+
+
+def test_groups_that_the_user_chose_are_kept(stock, args, logged, monkeypatch):
+    monkeypatch.setattr("xtuner.utils.device.get_device_name", lambda: "cuda")
+    stock.optim_wrapper.paramwise_cfg = dict(norm_decay_mult=0.0)
+    run_check(stock, args)
+    assert "constructor" not in stock.optim_wrapper
+
+
+def test_refusal_is_one_paragraph(template, args):
+    template.train_dataloader.batch_size = 3
+    with pytest.raises(SystemExit, match=r"^copy.py: batch_size must be 1 .*, got 3; ") as info:
+        run_check(template, args)
+    assert info.value.__suppress_context__
+    assert "\n" not in str(info.value)
+
+
+def test_rules_of_xtuner_hold_after_ours(template, args):
+    template.model.llm.attn_implementation = "eager"
+    with pytest.raises(AssertionError, match="attn_implementation"):
+        run_check(template, args)
+
+
+def test_flash_attn_is_asked_for_where_we_have_no_forward(template, args):
+    # built by something else than from_pretrained, so nobody knows its layers before
+    template.model.llm = dict(type=torch.nn.Linear, in_features=1, out_features=1)
+    with pytest.raises(AssertionError, match="flash_attn"):
+        run_check(template, args)
+
+
+def test_train_script_gets_our_check(pristine):
+    from xtuner_mamba.integration.train import check_before_building
+
+    utils = pristine("xtuner.tools.utils")
+    check_before_building(utils)
+    script = {"check_cfg": print, "set_model_resource": utils.set_model_resource}
+    exec("def main(cfg):\n    set_model_resource(cfg)\n    return check_cfg", script)
+    ours = script["main"](Config())
+    assert isinstance(ours, CheckCfg)
+    assert script["main"](Config()) is ours
+
+
+def test_train_script_is_what_the_patch_was_written_for(pristine):
+    names = pristine("xtuner.tools.train").main.__code__.co_names
+    order = ["fromfile", "set_model_resource", "merge_from_dict", "check_cfg", "from_cfg"]
+    assert [name for name in names if name in order] == order
+    assert {"auto_dtype_of_deepspeed_config", "optim_wrapper"} <= set(names)
+
+
+@pytest.mark.parametrize("launcher", ["none", "pytorch"])
+def test_machine_without_a_gpu_is_fitted(stock, args, logged, monkeypatch, launcher):
+    monkeypatch.setattr("xtuner.utils.device.get_device_name", lambda: "cpu")
+    args.launcher = launcher
+    config_rewrites.fit_cpu(stock, args)
+    assert type_name(stock.optim_wrapper) == "OptimWrapper"
+    assert {"dtype", "loss_scale"}.isdisjoint(stock.optim_wrapper)
+    assert stock.optim_wrapper.accumulative_counts == 16
+    several = launcher == "pytorch"
+    assert stock.env_cfg.dist_cfg.backend == ("gloo" if several else "nccl")
+    assert ("model_wrapper_cfg" in stock) is several
+    if several:
+        assert stock.model_wrapper_cfg.device_ids is None
+    assert len(logged) == (3 if several else 1)
+
+
+def test_wrapper_of_deepspeed_is_left_to_it(stock, args, logged, monkeypatch):
+    monkeypatch.setattr("xtuner.utils.device.get_device_name", lambda: "cpu")
+    args.launcher, args.deepspeed = "pytorch", "deepspeed_zero2"
+    stock.pop("env_cfg")
+    config_rewrites.fit_cpu(stock, args)
+    assert "model_wrapper_cfg" not in stock
+    assert stock.env_cfg.dist_cfg.backend == "gloo"

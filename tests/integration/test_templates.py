@@ -1,0 +1,86 @@
+"""Every template is read, built and trained for a step, without a network."""
+
+import argparse
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import transformers
+from mmengine.config import Config
+from mmengine.optim import OptimWrapper
+from mmengine.runner import Runner
+from transformers import MambaConfig, MambaForCausalLM
+from xtuner.tools.train import register_function
+
+from xtuner_mamba.integration.config_checks import check_packed_training
+from xtuner_mamba.integration.config_rewrites import fit_cpu, train_exactly
+from xtuner_mamba.integration.templates import templates
+
+NAMES = sorted(templates())
+FINE_TUNE = [name for name in NAMES if "_full_alpaca_" in name]
+
+
+@pytest.fixture
+def offline(monkeypatch, tiny):
+    """Give a tiny model, its tokenizer and a few rows for whatever a template names."""
+    config = MambaConfig.from_pretrained(tiny / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny / "model")
+    rows = datasets.load_dataset("json", data_dir=str(tiny / "data"), split="train")
+    texts = datasets.Dataset.from_dict({"text": [4 * text for text in rows["output"]]})
+    results = {
+        transformers.AutoConfig: lambda: config,
+        transformers.AutoTokenizer: lambda: tokenizer,
+        transformers.AutoModelForCausalLM: lambda: MambaForCausalLM.from_pretrained(tiny / "model"),
+    }
+    for cls, result in results.items():
+        method = classmethod(lambda cls, *_, result=result, **__: result())
+        monkeypatch.setattr(cls, "from_pretrained", method)
+    by_path = {"json": texts, "tatsu-lab/alpaca": rows}
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, **_: by_path[path])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_template_trains_a_step(offline, tmp_path, name):
+    cfg = Config.fromfile(templates()[name])
+    assert Path(cfg.filename).stem == name
+    args = argparse.Namespace(config=name, work_dir=None, deepspeed=None, launcher="none")
+    assert check_packed_training(cfg, args)
+    before = cfg.to_dict()
+    train_exactly(cfg)
+    assert cfg.to_dict() == before, "a template of ours needs no change"
+
+    fit_cpu(cfg, args)
+    cfg.work_dir = str(tmp_path)
+    # rows as short as the corpus is small, and one optimizer step
+    cfg.train_dataloader.dataset.update(max_length=64, map_num_proc=1)
+    cfg.train_dataloader.update(num_workers=0)
+    cfg.train_dataloader.pop("persistent_workers")
+    cfg.train_cfg.update(max_epochs=None, max_iters=cfg.accumulative_counts)
+    cfg.custom_hooks[2].max_new_tokens = 2
+    register_function(cfg._cfg_dict)
+    runner = Runner.from_cfg(cfg)
+    runner.train()
+
+    assert type(runner.optim_wrapper) is OptimWrapper
+    assert runner.iter == cfg.accumulative_counts
+    for parameter, state in runner.optim_wrapper.optimizer.state.items():
+        assert state["step"] == 1
+        assert torch.isfinite(state["exp_avg"]).all()
+        assert state["exp_avg"].abs().max() > 0, parameter.shape
+    decays = {group["weight_decay"] for group in runner.optim_wrapper.optimizer.param_groups}
+    assert decays == {0.0, cfg.weight_decay}
+    assert runner.message_hub.get_scalar("train/loss").current() > 0
+
+
+def test_sizes_differ_in_their_settings_alone():
+    rests = {Path(templates()[name]).read_text().partition("# PART 2")[2] for name in FINE_TUNE}
+    assert len(FINE_TUNE) == 6
+    assert len(rests) == 1
+    assert rests != {""}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_docstring_names_the_command(name):
+    text = Path(templates()[name]).read_text()
+    assert f"xtuner train {name}\n" in text.split('"""')[1]
