@@ -120,21 +120,23 @@ def run(*command: str | Path, show: str = "", **env: str) -> None:
     logs.mkdir(exist_ok=True)
     log = logs / f"{len(list(logs.iterdir())) + 1}_{Path(words[1]).stem}.log"
     start, tail = time.monotonic(), deque(maxlen=30)
-    process = subprocess.Popen(
-        words,
-        env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    with log.open("w") as file:
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            words,
+            env={**os.environ, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
         for line in process.stdout:
             file.write(line)
             tail.append(line)
             if re.search(show, line):
                 print(f"  {line.rstrip()}", flush=True)
-    if process.wait() != 0:
+    if process.returncode != 0:
         raise RuntimeError(
             f"`{title}` must exit with 0, got {process.returncode}; {log} ends with\n"
             f"{''.join(tail)}"

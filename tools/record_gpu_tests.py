@@ -1,0 +1,82 @@
+"""Run the tests on a GPU and keep the result, with the GPU, the versions and the commit.
+
+Writes a Markdown page; exits as pytest does.
+"""
+
+import argparse
+import platform
+import re
+import subprocess
+import sys
+from collections import Counter
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "benchmarks" / "results" / "gpu_tests.md"
+# whatever runs kernels, or a model on them
+TESTS = ["tests/ops", "tests/model"]
+PACKAGES = ["torch", "triton", "transformers", "mmengine", "xtuner"]
+
+
+def render(commit: str, command: list[str], output: str) -> str:
+    """Write the page.
+
+    Args:
+        commit: Of the code that was tested.
+        command: Of pytest, without the interpreter.
+        output: Of pytest with ``-rA``.
+    """
+    results = re.findall(
+        r"^(PASSED|FAILED|ERROR|SKIPPED)\b.*?(tests/\S+\.py)", output, re.MULTILINE
+    )
+    counts = Counter((path, outcome.lower()) for outcome, path in results)
+    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    lines = [
+        "# Tests on a GPU",
+        "",
+        f"- date: {date.today()}",
+        f"- commit: {commit}",
+        f"- GPU: {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}",
+        f"- versions: Python {platform.python_version()}, {versions}",
+        f"- command: `{' '.join(command)}`",
+        f"- result: {output.strip().splitlines()[-1].strip('= ')}",
+        "",
+        "| tests | outcome | count |",
+        "| --- | --- | --- |",
+        *(f"| `{path}` | {outcome} | {n} |" for (path, outcome), n in sorted(counts.items())),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run pytest and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tests", nargs="*", default=TESTS, help="what to run (%(default)s)")
+    parser.add_argument("--out", type=Path, default=PAGE, help="page to write (%(default)s)")
+    parser.add_argument("--commit", help="of this checkout, where git is missing")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print(f"a GPU must be there to test on it, got torch {torch.__version__} without one")
+        return 1
+    commit = args.commit or subprocess.check_output(
+        ["git", "rev-parse", "--short", "HEAD"], text=True, cwd=ROOT
+    )
+    command = ["-m", "pytest", "-q", "-rA", "--no-showlocals", "--show-capture=no", *args.tests]
+    run = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    failed = run.stdout.partition("= FAILURES =")[2] if run.returncode else ""
+    print(failed or run.stdout.strip().splitlines()[-1])
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(render(commit.strip(), ["python", *command], run.stdout))
+    print(f"written to {args.out}")
+    return run.returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
