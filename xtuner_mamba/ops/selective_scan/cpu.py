@@ -9,6 +9,7 @@ Inside a block the state is ``(tokens, dstate, dim)``: the long dimension last, 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -152,13 +153,12 @@ def _scan_bwd(
     )
     dA_t, dD, ddt_bias = torch.zeros_like(A.mT), A.new_zeros(len(A)), A.new_zeros(len(A))
     A_t, log2_decay, buffers = A.mT.contiguous(), _log2_decay(A), _buffers(3, A, schedule)
+    dnext = A.new_empty(0, *A_t.shape)
     for block, state in zip(reversed(schedule), reversed(block_states)):
         if block.is_first:
             state = _first_states(initial_states, A, block)
-        x_b, raw_dt_b, B_b, C_b, z_b, dy_b = (
-            _gather(t, block, dtype) for t in (x, dt, B, C, z, dy)
-        )
-        dt_b = _step_sizes(raw_dt_b, dt_bias, dt_softplus)
+        x_b, dt_b, B_b, C_b, z_b, dy_b = (_gather(t, block, dtype) for t in (x, dt, B, C, z, dy))
+        dt_b = _step_sizes(dt_b, dt_bias, dt_softplus)
         a, h = _recur(x_b, dt_b, log2_decay, B_b, state, block, buffers)
         token_h = h.flatten(0, 1)
 
@@ -172,25 +172,17 @@ def _scan_bwd(
             dy_b.mul_(z_b.mul_(gate))
         _scatter(dC, block, torch.bmm(dy_b[:, None], token_h.mT)[:, 0])
 
-        # the gradient of h comes from y, from the next step and from the final states
-        dh = buffers[2][: h.numel()].view_as(h)
+        dafter = torch.cat([dnext[: block.num_left], _final_grads(dfinal_states, A, block)])
+        dh = _recur_back(dy_b, C_b, a, dafter, buffers)
         token_dh = dh.flatten(0, 1)
-        torch.mul(dy_b[:, None], C_b[:, :, None], out=token_dh)
-        if block.num_left:
-            dh[-1, : block.num_left] += dstate
-        if dfinal_states is not None:
-            dh[-1, block.num_left :] += dfinal_states[block.docs[block.num_left :]].mT
-        steps_a, steps_dh = a.unbind(), dh.unbind()
-        for i_step in range(block.steps - 2, -1, -1):
-            steps_dh[i_step].addcmul_(steps_a[i_step + 1], steps_dh[i_step + 1])
 
-        # h = a h_before + u B, a = exp(dt A), u = dt x
+        # h = a h_before + u B with u = dt x and a = exp(dt A)
         du = torch.bmm(B_b[:, None], token_dh)[:, 0]
         _scatter(dB, block, torch.bmm((dt_b * x_b)[:, None], token_dh.mT)[:, 0])
         dh_before = a.mul_(dh)
-        dstate = dh_before[0].clone()
+        dnext = dh_before[0].clone()
         if block.is_first and initial_states is not None:
-            dinitial_states[block.docs] = dstate.mT.to(dinitial_states.dtype)
+            dinitial_states[block.docs] = dnext.mT.to(dinitial_states.dtype)
         dlog_a = dh_before
         dlog_a[0].mul_(state)
         dlog_a[1:].mul_(h[:-1])
@@ -204,7 +196,8 @@ def _scan_bwd(
             dD += dy_b.mul_(x_b).sum(0)
         _scatter(dx, block, dx_b)
         if dt_softplus:
-            ddt_b.mul_((raw_dt_b if dt_bias is None else raw_dt_b + dt_bias).sigmoid())
+            # the sigmoid of what softplus was given
+            ddt_b.mul_(torch.expm1(-dt_b).neg_())
         ddt_bias += ddt_b.sum(0)
         _scatter(ddt, block, ddt_b)
     dD = None if D is None else dD.to(D.dtype)
@@ -226,6 +219,30 @@ def _recur(
     return a, h
 
 
+def _recur_back(dy: Tensor, C: Tensor, a: Tensor, dafter: Tensor, buffers: Tensor) -> Tensor:
+    """Fill the third buffer with the gradients of the states, given those after the block."""
+    dh = buffers[2][: a.numel()].view_as(a)
+    torch.mul(dy[:, None], C[:, :, None], out=dh.flatten(0, 1))
+    dh[-1] += dafter
+    steps = list(zip(a.unbind(), dh.unbind()))
+    for (next_a, next_dh), (_, step_dh) in pairwise(reversed(steps)):
+        step_dh.addcmul_(next_a, next_dh)
+    return dh
+
+
+def _first_states(initial_states: Tensor | None, A: Tensor, block: _Block) -> Tensor:
+    if initial_states is None:
+        return A.new_zeros(len(block.docs), *A.mT.shape)
+    return initial_states[block.docs].mT.to(A.dtype)
+
+
+def _final_grads(dfinal_states: Tensor | None, A: Tensor, block: _Block) -> Tensor:
+    ended = block.docs[block.num_left :]
+    return (
+        A.new_zeros(len(ended), *A.mT.shape) if dfinal_states is None else dfinal_states[ended].mT
+    )
+
+
 def _log2_decay(A: Tensor) -> Tensor:
     # exp2 is several times faster than exp
     return (A.mT.double() * math.log2(math.e)).to(A.dtype).contiguous()
@@ -233,12 +250,6 @@ def _log2_decay(A: Tensor) -> Tensor:
 
 def _buffers(count: int, A: Tensor, schedule: list[_Block]) -> Tensor:
     return A.new_empty(count, A.numel() * max(len(block.tokens) for block in schedule))
-
-
-def _first_states(initial_states: Tensor | None, A: Tensor, block: _Block) -> Tensor:
-    if initial_states is None:
-        return A.new_zeros(len(block.docs), *A.mT.shape)
-    return initial_states[block.docs].mT.to(A.dtype)
 
 
 def _gather(t: Tensor | None, block: _Block, dtype: torch.dtype) -> Tensor | None:
