@@ -2,7 +2,7 @@
 # PYTHON=python3 uses that interpreter as it is and installs nothing.
 
 VENV := .venv
-BASE_PYTHON := $(or $(shell command -v python3.11),$(shell command -v python3))
+BASE_PYTHON := $(shell command -v python3.11 || command -v python3)
 PYTHON := $(VENV)/bin/python
 PIP_INSTALL = $(PYTHON) -m pip install --quiet --progress-bar off --disable-pip-version-check
 
