@@ -53,6 +53,7 @@ def measure(name: str, lengths: np.ndarray, max_length: int, repeats: int) -> di
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-documents", type=int, default=1_000_000)
     parser.add_argument("--max-length", type=int, default=8192)

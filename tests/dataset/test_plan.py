@@ -122,6 +122,14 @@ def test_best_fit_sorts_where_a_random_order_would_waste_room():
     assert len(plan_best_fit(lengths, 10, draw(0))) <= 501
 
 
+def test_drawn_packs_come_in_random_order():
+    # only from longest to shortest do these fit 200 packs, full ones first
+    lengths = [1000] * 100 + [501, 499] * 100
+    drawn, longest_first = (plan_best_fit(lengths, 1000, rng) for rng in (draw(0), None))
+    assert (np.diff(longest_first.offsets)[:100] == 1).all()
+    assert 30 < (np.diff(drawn.offsets)[:100] == 1).sum() < 70
+
+
 def test_packs_can_be_left_out():
     plan = plan_wrap([3, 4, 2], max_length=4)
     assert packs_of(plan.keep(np.array([True, False, True]))) == [

@@ -105,6 +105,14 @@ def test_workers_that_fetch_ahead_stay_in_their_epoch(packs):
     assert {epoch for epoch, _ in indices} == {0}
 
 
+def test_workers_forked_for_an_epoch_find_its_plan_made(packs, monkeypatch):
+    RedrawSampler(packs, seed=0).set_epoch(2)
+    monkeypatch.setattr(PackedDataset, "_draw", None)
+    assert packs[2, 0]["input_ids"]
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        packs[3, 0]
+
+
 def test_a_dataset_with_one_draw_is_refused(packs, make_documents):
     with pytest.raises(ValueError, match="got list; use mmengine"):
         RedrawSampler([1, 2, 3])
