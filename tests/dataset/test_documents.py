@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, LargeList, List, Value
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,6 +66,18 @@ def test_pieces_are_read_from_any_table(tmp_path, make_rows):
     for table in (rows, on_disk, reversed_rows):
         input_ids, labels = TokenizedDocuments(table).read(pieces)
         assert input_ids.tolist() == labels.tolist() == [2000, 2001, 2002, 1, 2, 1001]
+
+
+@pytest.mark.parametrize(
+    "kind", [List(Value("int32")), LargeList(Value("int64")), List(Value("uint16"), length=2)]
+)
+def test_any_kind_of_list_is_read(kind):
+    columns = {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [-100, 4]]}
+    features = Features(input_ids=kind, labels=List(Value("int64")))
+    documents = TokenizedDocuments(Dataset.from_dict(columns, features=features))
+    input_ids, labels = documents.read(Pieces.whole(np.array([1, 0]), documents.lengths))
+    assert input_ids.tolist() == [3, 4, 1, 2]
+    assert labels.tolist() == [-100, 4, 1, 2]
 
 
 def test_more_rows_than_are_measured_at_a_time(make_documents):

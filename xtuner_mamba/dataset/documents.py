@@ -127,8 +127,8 @@ def _check_columns(dataset: Dataset) -> None:
                 "do_dataset_tokenization=True to tokenize conversations"
             )
         kind = schema.field(name).type
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        if not (is_list and pa.types.is_integer(kind.value_type)):
+        is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+        if not (any(test(kind) for test in is_list) and pa.types.is_integer(kind.value_type)):
             raise ValueError(
                 f"{name} must be lists of integers, got {kind}; tokenize the text first "
                 "(do_dataset_tokenization=True)"

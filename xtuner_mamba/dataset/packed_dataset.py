@@ -23,7 +23,7 @@ class PackedDataset(Dataset):
     ``dataset[i]`` is a pack of the first draw, ``dataset[epoch, i]`` one of the draw that
     ``epoch`` names. A draw is a pure function of the seed and the epoch: the epoch travels in
     the index, so worker processes and resumed runs see the same packs. Every draw holds every
-    piece, in the same number of packs.
+    piece, in the same number of packs; packs without a target are left out.
 
     Args:
         documents: Where the tokens are.
@@ -37,7 +37,7 @@ class PackedDataset(Dataset):
     """
 
     packing_report: PackingReport
-    """What packing made of the dataset; set by ``process_packed_dataset``."""
+    """What packing made of the dataset; set by :func:`pack_documents`."""
 
     def __init__(
         self,
@@ -50,13 +50,12 @@ class PackedDataset(Dataset):
     ) -> None:
         self._documents, self._pieces = documents, pieces
         self._planner, self._max_length, self.seed = planner, max_length, seed
-        self._plan, masked = self._draw_once(0, 0)
+        self._plan, self._masked = self._draw_once(0, 0)
         self._epoch, self._num_packs = 0, len(self._plan)
-        self.num_masked_packs, self.num_masked_tokens = len(masked), int(masked.sum())
         if self._num_packs == 0:
             raise ValueError(
                 f"a pack must have a label after its documents' first tokens, got none in "
-                f"{len(masked)} packs of max_length={max_length}; raise max_length"
+                f"{len(self._masked)} packs of max_length={max_length}; raise max_length"
             )
         self.length: list[int] = self._plan.lengths.tolist()
         """Tokens of each pack of the first draw, where XTuner's samplers look for them."""
@@ -168,8 +167,8 @@ def pack_documents(
         num_dropped=int(dropped.sum()),
         num_dropped_tokens=int(lengths[dropped].sum()),
         num_masked=int((~labelled).sum()),
-        num_masked_packs=packs.num_masked_packs,
-        num_masked_tokens=int(lengths[~labelled].sum() + packs.num_masked_tokens),
+        num_masked_packs=len(packs._masked),
+        num_masked_tokens=int(lengths[~labelled].sum() + packs._masked.sum()),
     )
     print_log(str(packs.packing_report), logger="current")
     return packs
