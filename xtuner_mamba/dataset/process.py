@@ -186,7 +186,7 @@ def _check_conversations(rows: Dataset, tokenizer: Any) -> None:
     if "conversation" not in rows.column_names:
         raise ValueError(
             f"rows must have the column conversation to be tokenized, got {rows.column_names}; "
-            "make it with dataset_map_fn (for plain text xtuner.dataset.map_fns.pretrain_map_fn)"
+            "make it with dataset_map_fn, [{'input': '', 'output': text}] for plain text"
         )
 
 
