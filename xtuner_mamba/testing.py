@@ -10,6 +10,9 @@ from torch import Tensor
 
 from xtuner_mamba.layout import PackedLayout
 
+TOKEN_INPUTS = {"x", "dt", "B", "C", "z"}
+"""Inputs of the ops that have a row for every token."""
+
 
 def lognormal_lengths(total: int, seed: int = 0) -> list[int]:
     """Draw long-tailed document lengths that sum to ``total``.
@@ -82,33 +85,81 @@ def in_float64(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
 
 
+def eighths(shape: Sequence[int], seed: int = 0) -> Tensor:
+    """Draw multiples of 1/8 in [-1, 1], which every floating-point dtype holds exactly."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, tuple(shape), generator=draw) / 8
+
+
 def outputs_and_grads(
-    op: Callable, inputs: dict[str, Tensor], *, seed: int = 0, **options: object
+    op: Callable,
+    inputs: dict[str, Tensor],
+    *,
+    incoming: tuple[Tensor, Tensor] | None = None,
+    **options: object,
 ) -> dict[str, Tensor]:
     """Run an op forward and backward.
 
     Args:
         op: ``selective_scan``, ``causal_conv1d`` or an oracle of theirs.
         inputs: Its tensors by name; gradients are taken of the floating-point ones.
-        seed: Of the gradients that come in. They are eighths in [-1, 1], which every dtype holds
-            exactly, so that runs in different precisions stay comparable.
+        incoming: Gradients of ``y`` and ``final_states``, :func:`eighths` unless given.
         options: Passed to the op.
 
     Returns:
-        ``y``, ``final_states`` and ``d<name>`` for every input.
+        ``y``, ``final_states`` and ``d<name>`` for every floating-point input.
     """
     leaves = {name: t.detach().clone() for name, t in inputs.items()}
     wanted = [name for name, t in leaves.items() if t.is_floating_point()]
     for name in wanted:
         leaves[name].requires_grad_()
     outputs = op(**leaves, **options, return_final_states=True)
-    draw = torch.Generator().manual_seed(seed)
-    incoming = [
-        (torch.randint(-8, 9, t.shape, generator=draw) / 8).to(t.device, t.dtype) for t in outputs
-    ]
+    incoming = incoming or [eighths(t.shape, seed) for seed, t in enumerate(outputs)]
+    incoming = [gradient.to(t.device, t.dtype) for gradient, t in zip(incoming, outputs)]
     grads = torch.autograd.grad(outputs, [leaves[name] for name in wanted], incoming)
     results = dict(zip(("y", "final_states"), (t.detach() for t in outputs)))
     return results | {f"d{name}": grad for name, grad in zip(wanted, grads)}
+
+
+def pooled(runs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Lay the results of several runs end to end, ``(numel,)`` each.
+
+    The worst of a few errors is a matter of luck; of thousands it can be compared.
+    """
+    return {name: torch.cat([run[name].flatten() for run in runs]) for name in runs[0]}
+
+
+def documents(inputs: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return the inputs of every document of a packed row, alone."""
+    offsets = inputs["cu_seqlens"].tolist()
+    alone = []
+    for i_seq, (start, end) in enumerate(pairwise(offsets)):
+        document = dict(inputs, cu_seqlens=inputs["cu_seqlens"].new_tensor([0, end - start]))
+        for name in TOKEN_INPUTS & inputs.keys():
+            document[name] = inputs[name][:, start:end]
+        if "initial_states" in inputs:
+            document["initial_states"] = inputs["initial_states"][i_seq : i_seq + 1]
+        alone.append(document)
+    return alone
+
+
+def with_document_replaced(
+    inputs: dict[str, Tensor], i_seq: int, value: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Overwrite everything that one document brings.
+
+    Returns:
+        The inputs, and which tokens are of the other documents, ``(total,)``.
+    """
+    start, end = inputs["cu_seqlens"][i_seq : i_seq + 2].tolist()
+    replaced = {name: t.clone() for name, t in inputs.items()}
+    for name in TOKEN_INPUTS & inputs.keys():
+        replaced[name][:, start:end] = value
+    if "initial_states" in inputs:
+        replaced["initial_states"][i_seq] = value
+    others = torch.ones(inputs["x"].shape[1], dtype=torch.bool, device=inputs["x"].device)
+    others[start:end] = False
+    return replaced, others
 
 
 def scan_oracle(

@@ -110,10 +110,12 @@ def _check_inputs(
         raise ValueError(
             f"x must have shape (batch, seqlen, dim), none of them 0, got {tuple(x.shape)}"
         )
+    if not x.is_floating_point():
+        raise ValueError(f"x must have a floating-point dtype, got {x.dtype}")
     batch, seqlen, dim = x.shape
-    if weight.ndim != 2 or weight.shape[0] != dim:
+    if weight.ndim != 2 or weight.shape[0] != dim or weight.shape[1] < 1:
         raise ValueError(
-            f"weight must have shape (dim={dim}, width), got {tuple(weight.shape)}; "
+            f"weight must have shape (dim={dim}, width >= 1), got {tuple(weight.shape)}; "
             "take conv.weight.squeeze(1) of an nn.Conv1d"
         )
     if bias is not None and bias.shape != (dim,):

@@ -147,8 +147,10 @@ def _check_inputs(
     for name, (tensor, shape) in expected.items():
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if not x.is_floating_point():
+        raise ValueError(f"x must have a floating-point dtype, got {x.dtype}")
     state_dtype = torch.promote_types(x.dtype, torch.float32)
-    if not x.is_floating_point() or A.dtype != state_dtype:
+    if A.dtype != state_dtype:
         raise ValueError(
             f"A must be {state_dtype} for x of {x.dtype}, got {A.dtype}; "
             "a rounded A changes every decay: keep A_log in float32"
