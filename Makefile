@@ -4,7 +4,7 @@
 VENV := .venv
 BASE_PYTHON := $(shell command -v python3.11 || command -v python3)
 PYTHON := $(VENV)/bin/python
-PIP_INSTALL = $(PYTHON) -m pip install --quiet --progress-bar off --disable-pip-version-check
+PIP_INSTALL = $(PYTHON) -m pip install -qq --progress-bar off --disable-pip-version-check
 
 # nothing here may reach for a model hub, whatever a test or a config asks for
 export HF_HUB_OFFLINE := 1
