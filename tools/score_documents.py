@@ -32,7 +32,10 @@ def main(argv: list[str] | None = None) -> int:
     torch.save(torch.cat(logits), args.logits)
 
     prompt = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
-    output = model.generate(**prompt, max_new_tokens=args.max_new_tokens, do_sample=False)
+    # a model that has seen little repeats itself
+    output = model.generate(
+        **prompt, max_new_tokens=args.max_new_tokens, do_sample=False, repetition_penalty=1.2
+    )
     assert "xtuner_mamba" not in sys.modules
     print(f"transformers {transformers.__version__} continues {args.prompt!r}:")
     print(tokenizer.decode(output[0], skip_special_tokens=True))

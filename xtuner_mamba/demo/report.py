@@ -73,8 +73,8 @@ class DemoReport:
             "packed against one by one": f"logits differ by {self.difference:.1e} at most",
             "the same without boundaries": f"{self.difference_without_boundaries:.1e}",
             "leak test": (
-                f"{verdict} ({self.leaks} documents changed, {self.leaks_without_boundaries} "
-                "without boundaries)"
+                f"{verdict} ({self.leaks} changed, {self.leaks_without_boundaries} without "
+                "boundaries)"
             ),
         }
         for name, value in rows.items():
