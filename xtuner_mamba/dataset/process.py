@@ -141,10 +141,10 @@ def _check_arguments(
     if too_long not in ("split", "drop", "error"):
         raise ValueError(f"too_long must be 'split', 'drop' or 'error', got {too_long!r}")
     for name, value in flags.items():
-        needed = name != "with_image_token"
-        if value is not needed:
+        required = name != "with_image_token"
+        if value is not required:
             raise ValueError(
-                f"{name} must be {needed} in process_packed_dataset, got {value!r}; use "
+                f"{name} must be {required} in process_packed_dataset, got {value!r}; use "
                 "xtuner.dataset.process_hf_dataset for rows that are no packs of text"
             )
 
