@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import os
 import random
 import re
 import subprocess
@@ -65,6 +66,27 @@ def environment(tmp_path: Path) -> Environment:
 
 
 @pytest.fixture(scope="session")
+def xtuner(tmp_path_factory) -> Callable[..., subprocess.CompletedProcess]:
+    """Run an ``xtuner`` command where the plugin is installed, however this process sees it."""
+    environment = Environment(tmp_path_factory.mktemp("installed") / "environment")
+    environment.install()
+    work = tmp_path_factory.mktemp("work")
+    path = os.pathsep.join([str(environment.python.parent), os.environ["PATH"]])
+    offline = dict(HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=str(work / "datasets"))
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [environment.python, "-c", "from xtuner import cli; cli()", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=work,
+            env={**os.environ, **offline, "OMP_NUM_THREADS": "1", "PATH": path, **variables},
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A folder with a Mamba of random weights, its tokenizer, and conversations like alpaca's."""
     path = tmp_path_factory.mktemp("tiny")
@@ -101,7 +123,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_conversations(count: int = 24) -> list[dict[str, str]]:
+def make_conversations(count: int = 100) -> list[dict[str, str]]:
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "away"]
     draw = random.Random(0)
     return [
@@ -114,8 +136,8 @@ def make_conversations(count: int = 24) -> list[dict[str, str]]:
     ]
 
 
-@pytest.fixture
-def write_config(tiny: Path, tmp_path: Path) -> Callable[..., Path]:
+@pytest.fixture(scope="session")
+def write_config(tmp_path_factory) -> Callable[..., Path]:
     """Copy a config, with values of its settings block replaced."""
 
     def write(source: str, **settings: object) -> Path:
@@ -123,7 +145,7 @@ def write_config(tiny: Path, tmp_path: Path) -> Callable[..., Path]:
         for name, value in settings.items():
             text, count = re.subn(rf"^{name} = .*$", f"{name} = {value!r}", text, flags=re.M)
             assert count == 1, f"{source} sets {name} {count} times"
-        path = tmp_path / f"{source}_copy.py"
+        path = tmp_path_factory.mktemp("config") / f"{source}_copy.py"
         path.write_text(text)
         return path
 

@@ -77,6 +77,11 @@ PATCHES = (
         checked_on="mmengine 0.10.6, torch 2.14",
     ),
     Patch(
+        after="xtuner.utils.zero_to_any_dtype",
+        function="checkpoints:load_zero_checkpoints_unrounded",
+        needs=("get_state_dict_from_zero_checkpoint",),
+    ),
+    Patch(
         after="xtuner.registry",
         function="devices:init_dist_without_gpu",
         needs=("_init_dist_pytorch", "_init_dist_slurm", "_init_dist_mpi"),

@@ -1,11 +1,12 @@
-"""``--resume`` and ``load_from`` with torch >= 2.6.
+"""What is read back from checkpoints: all of it, and unrounded.
 
-Since then ``torch.load`` refuses everything but tensors unless told otherwise, and MMEngine's
+Since 2.6 ``torch.load`` refuses everything but tensors unless told otherwise, and MMEngine's
 checkpoints hold a message hub, numpy values and optimizer state. Only files that the user names
 on this machine are read in full; downloads stay restricted.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 
@@ -38,3 +39,16 @@ def reads_in_full(function: Callable) -> Callable:
             torch.load = load
 
     return wrapper
+
+
+def load_zero_checkpoints_unrounded(zero: ModuleType) -> None:
+    """Let ``pth_to_hf --fp32`` read what a ZeRO folder holds; XTuner rounds it to float16."""
+    read = zero.get_state_dict_from_zero_checkpoint
+
+    @functools.wraps(read)
+    def wrapper(*args, **kwargs):
+        if "--fp32" in sys.argv:
+            kwargs.setdefault("dtype", torch.float32)
+        return read(*args, **kwargs)
+
+    zero.get_state_dict_from_zero_checkpoint = wrapper

@@ -1,0 +1,166 @@
+"""``xtuner train`` and ``xtuner convert`` as a user runs them, on processes without a GPU.
+
+One training, five ways: alone, resumed, with two processes under MMEngine, and under two of
+DeepSpeed's ZeRO stages. All take the same documents in every optimizer step, so all must end at
+the same weights.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaForCausalLM
+
+NUM_STEPS = 4
+# the same documents in a step: two rows, by one process or by two
+ALONE = dict(accumulative_counts=2, max_iters=2 * NUM_STEPS)
+BY_TWO = dict(accumulative_counts=1, max_iters=NUM_STEPS)
+TWO = dict(NPROC_PER_NODE="2", PORT="29611")
+ON_CPU = dict(DS_ACCELERATOR="cpu")
+
+
+@pytest.fixture(scope="module")
+def train(xtuner, write_config, tiny, tmp_path_factory):
+    """Run ``xtuner train`` on a copy of a template; its work_dir and what it printed."""
+    config = write_config(
+        "mamba_130m_full_alpaca_e3_varlen",
+        pretrained_model_name_or_path=str(tiny / "model"),
+        data_path=str(tiny / "data"),
+        max_length=512,
+        dataloader_num_workers=0,
+        lr=1e-2,
+        save_steps=NUM_STEPS,
+        weight_decay=0.1,
+        save_total_limit=-1,
+    )
+    # a constant rate, since schedules count micro-batches and not optimizer steps
+    config.write_text(config.read_text() + "\nparam_scheduler = None\n")
+
+    def run(*arguments, accumulative_counts, max_iters, **environment):
+        work_dir = tmp_path_factory.mktemp("work_dir")
+        done = xtuner(
+            *("train", str(config), "--work-dir", str(work_dir), "--seed", "0", *arguments),
+            "--cfg-options",
+            "train_cfg.max_epochs=None",
+            f"train_cfg.max_iters={max_iters}",
+            f"optim_wrapper.accumulative_counts={accumulative_counts}",
+            "custom_hooks.2.max_new_tokens=2",
+            **environment,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return work_dir, done.stdout + done.stderr
+
+    run.config = config
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(train):
+    return train(**ALONE)[0] / f"iter_{2 * NUM_STEPS}.pth"
+
+
+@pytest.fixture(scope="module")
+def convert(xtuner, train, tmp_path_factory):
+    def run(checkpoint: Path) -> Path:
+        folder = tmp_path_factory.mktemp("converted")
+        done = xtuner(
+            "convert", "pth_to_hf", str(train.config), str(checkpoint), str(folder), "--fp32"
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return folder
+
+    return run
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return torch.load(checkpoint, weights_only=False)["state_dict"]
+
+
+def assert_same_training(actual: dict, expected: dict, initial: dict) -> None:
+    assert actual.keys() == expected.keys()
+    for name, trained in expected.items():
+        moved = (trained - initial[name]).abs().max()
+        difference = (actual[name] - trained).abs().max()
+        # Adam's steps do not shrink with the gradient, so all parameters moved by about the rate
+        assert moved > 1e-2, name
+        assert difference < 1e-3 * moved, f"{name}: {difference:.1e} of {moved:.1e}"
+
+
+@pytest.fixture(scope="module")
+def initial(tiny):
+    model = MambaForCausalLM.from_pretrained(tiny / "model")
+    return {f"llm.{name}": value for name, value in model.state_dict().items()}
+
+
+def test_converted_model_is_the_trained_one_bit_by_bit(alone, convert, tiny, initial):
+    folder = convert(alone)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trained = MambaForCausalLM(MambaConfig.from_pretrained(tiny / "model")).eval()
+    trained.load_state_dict({name[4:]: value for name, value in weights(alone).items()})
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    input_ids = tokenizer("the cat sat on a mat", return_tensors="pt").input_ids
+    assert input_ids.shape == (1, 20)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids).logits, trained(input_ids).logits)
+        untrained = MambaForCausalLM.from_pretrained(tiny / "model")
+        assert not torch.equal(untrained(input_ids).logits, trained(input_ids).logits)
+
+
+def test_resumed_training_ends_at_the_same_bits(train, alone):
+    work_dir, log = train("--resume", str(alone.with_name(f"iter_{NUM_STEPS}.pth")), **ALONE)
+    assert f"Iter(train) [{NUM_STEPS}/" not in log
+    resumed, expected = weights(work_dir / alone.name), weights(alone)
+    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+    assert not torch.equal(
+        weights(alone.with_name(f"iter_{NUM_STEPS}.pth"))["llm.lm_head.weight"],
+        expected["llm.lm_head.weight"],
+    )
+
+
+def test_two_processes_take_the_same_steps_as_one(train, alone, initial):
+    work_dir, _ = train(**BY_TWO, **TWO)
+    assert_same_training(weights(work_dir / f"iter_{NUM_STEPS}.pth"), weights(alone), initial)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_takes_the_same_steps_and_converts(train, convert, alone, initial, stage):
+    work_dir, log = train("--deepspeed", f"deepspeed_zero{stage}", **BY_TWO, **TWO, **ON_CPU)
+    assert "shm_comm" not in log, "a compiler was asked for"
+    checkpoint = work_dir / f"iter_{NUM_STEPS}.pth"
+    assert checkpoint.is_dir()
+    model = AutoModelForCausalLM.from_pretrained(convert(checkpoint))
+    converted = {f"llm.{name}": value for name, value in model.state_dict().items()}
+    assert_same_training(converted, weights(alone), initial)
+
+
+def test_stock_config_trains_with_the_model_and_the_flag_changed(
+    xtuner, write_config, tiny, tmp_path, initial
+):
+    config = write_config(
+        "llama3_8b_full_alpaca_e3",
+        pretrained_model_name_or_path=str(tiny / "model"),
+        use_varlen_attn=True,
+        alpaca_en_path=str(tiny / "data"),
+    )
+    done = xtuner(
+        *("train", str(config), "--work-dir", str(tmp_path)),
+        # a constant rate, since the warm-up is longer than this training
+        *("--cfg-options", "custom_hooks.1.max_new_tokens=2", "param_scheduler=None"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    log = done.stdout + done.stderr
+    assert "SupervisedFinetune -> PackedSupervisedFinetune" in log
+    assert "VarlenAttnArgsToMessageHubHook -> PackedLayoutHook" in log
+    losses = [float(loss) for loss in re.findall(r"loss: (\S+)", log)]
+    checkpoint = tmp_path / (tmp_path / "last_checkpoint").read_text().strip().rpartition("/")[2]
+    trained = weights(checkpoint)
+    assert all(not torch.equal(trained[name], value) for name, value in initial.items())
+    assert len(losses) >= 3
+
+
+def test_refusal_ends_with_a_paragraph_and_a_failure(xtuner, train):
+    done = xtuner("train", str(train.config), "--cfg-options", "train_dataloader.batch_size=2")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"{train.config}: batch_size must be 1 ")
