@@ -1,17 +1,20 @@
 """Each patch on a copy of its target as others wrote it: the effect, and that it still fits."""
 
+import importlib.util
 import os
 from importlib import import_module
 
 import pytest
 import torch
 from mmengine.config.lazy import LazyObject
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MambaConfig, MambaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from xtuner_mamba import integration
 from xtuner_mamba.integration import PATCHES, Patch
+from xtuner_mamba.integration.adapters import spare_bitsandbytes_triton
 from xtuner_mamba.integration.devices import without_gpu
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE
 
@@ -230,3 +233,12 @@ def test_own_checkpoints_are_read_in_full(patched, checkpoint):
     # and nothing else is from then on
     with pytest.raises(Exception, match="weights_only"):
         torch.load(checkpoint)
+
+
+def test_bitsandbytes_is_importable_without_triton_ops(pristine):
+    # once this fails, the patch has nothing to mend any more
+    assert importlib.util.find_spec("triton.ops") is None
+    spare_bitsandbytes_triton(pristine("xtuner.registry"))
+    import_module("bitsandbytes")
+    lora = LoraConfig(r=2, target_modules=["in_proj"])
+    assert get_peft_model(make_mamba(), lora).peft_type == "LORA"

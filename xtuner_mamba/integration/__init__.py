@@ -89,6 +89,12 @@ PATCHES = (
         checked_on="mmengine 0.10.6",
     ),
     Patch(
+        after="xtuner.registry",
+        function="adapters:spare_bitsandbytes_triton",
+        needs=(),
+        checked_on="bitsandbytes 0.45.0, triton 3.8, peft 0.21",
+    ),
+    Patch(
         after="xtuner.utils.device",
         function="devices:tell_cpu_has_bfloat16",
         needs=("torch", "get_torch_device"),
