@@ -6,6 +6,7 @@ from torch.autograd.function import once_differentiable
 
 from xtuner_mamba.ops.causal_conv1d.triton_bwd import _conv_bwd
 from xtuner_mamba.ops.causal_conv1d.triton_fwd import _conv_fwd
+from xtuner_mamba.ops.triton_support import check_triton_takes, with_unit_stride
 
 
 def causal_conv1d_triton(
@@ -13,14 +14,12 @@ def causal_conv1d_triton(
     cu_seqlens: Tensor, activation: str | None, *, return_final_states: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.causal_conv1d`; the rows are laid end to end."""
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"x must be float32, float16 or bfloat16 with impl='triton', got {x.dtype}; "
-            "take impl='reference'"
+    check_triton_takes(x, "take impl='reference'")
+    # kernels are launched on the current device, which need not be that of x
+    with torch.cuda.device_of(x):
+        return CausalConv1dFunction.apply(
+            x, weight, bias, initial_states, cu_seqlens, activation, return_final_states
         )
-    return CausalConv1dFunction.apply(
-        x, weight, bias, initial_states, cu_seqlens, activation, return_final_states
-    )
 
 
 class CausalConv1dFunction(torch.autograd.Function):
@@ -28,7 +27,7 @@ class CausalConv1dFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, initial_states, cu_seqlens, activation, return_final_states):
-        x = _with_unit_stride(x)
+        x = with_unit_stride(x)
         weight = weight.contiguous()
         if initial_states is not None:
             initial_states = initial_states.contiguous()
@@ -46,25 +45,16 @@ class CausalConv1dFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dfinal_states):
-        x, weight, bias, initial_states, *_ = args = ctx.saved_tensors
+        x, weight, bias, *_ = args = ctx.saved_tensors
         if dy is None:
             dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         if dfinal_states is not None:
             dfinal_states = dfinal_states.contiguous()
         _, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
         dx, dweight, dbias, dinitial_states = _conv_bwd(
-            *args, ctx.activation, _with_unit_stride(dy), dfinal_states,
+            *args, ctx.activation, with_unit_stride(dy), dfinal_states,
             needs_dfilter=needs_dweight or needs_dbias,
         )  # fmt: skip
-        return (
-            dx,
-            None if dweight is None else dweight.to(weight.dtype),
-            None if bias is None or dbias is None else dbias.to(bias.dtype),
-            dinitial_states,
-            None, None, None,
-        )  # fmt: skip
-
-
-def _with_unit_stride(rows: Tensor) -> Tensor:
-    """Copy rows only when their channels are not next to each other."""
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+        dweight = None if dweight is None else dweight.to(weight.dtype)
+        dbias = None if bias is None or dbias is None else dbias.to(bias.dtype)
+        return dx, dweight, dbias, dinitial_states, None, None, None

@@ -7,6 +7,8 @@ With g[t] the gradient before the activation,
 over those k for which both tokens lie in one document. A program walks its ``block_t`` tokens and
 the ``WIDTH - 1`` after them; the dx of a token is complete ``WIDTH - 1`` tokens later.
 """
+# ruff: noqa: RUF005
+# Triton knows no starred tuples
 
 import torch
 import triton
@@ -62,31 +64,22 @@ def _conv_bwd_kernel(
             b_dy = tl.load(p_dy + (i_group + i) * stride_dy, mask=m_t, other=0.0)
             b_xs = b_xs + (b_x.to(tl.float32),)
             b_dys = b_dys + (b_dy.to(tl.float32),)
-        b_sums = _zeros(WIDTH + 1, BLOCK_D)
-        for i in tl.static_range(GROUP):
-            i_t = i_group + i
-            i_next = tl.load(seq_idx + first + i_t, mask=i_t < num_read, other=i_seq)
-            if i_next != i_seq:
-                start = tl.load(cu_seqlens + i_next)
-                b_window = first_window(initial_states, i_next, dim, o_d, m_d, WIDTH)
-            i_seq = i_next
-            b_inputs = (b_xs[i],) + b_window
-            b_g = _before_activation(b_dys[i], b_inputs, b_taps, b_bias, SILU, WIDTH)
-            if dfilter is not None:
-                # tokens after the block belong to the next program's sums
-                b_own = tl.where(i_t < num_own, b_g, 0.0)
-                b_sums = _add_filter_gradient(b_sums, b_own, b_inputs, WIDTH)
-            b_dxs = _add_input_gradient(b_dxs, b_g, b_taps, first + i_t - start, WIDTH)
-            if dfinal_states is not None:
-                b_dxs = _add_state_gradient(
-                    b_dxs, dfinal_states, cu_seqlens, i_seq, first + i_t, dim, o_d,
-                    m_d & (i_t < num_own), WIDTH,
-                )  # fmt: skip
-            i_done = i_t - (WIDTH - 1)
-            m_done = m_d & (i_done >= 0) & (i_done < num_own)
-            tl.store(p_dx + i_done * dim, b_dxs[WIDTH - 1], mask=m_done)
-            b_dxs = b_dxs[:-1]
-            b_window = b_inputs[:-1]
+        # most groups lie inside one document, all their taps too, and need not ask at every token
+        i_last = tl.load(seq_idx + first + tl.minimum(i_group + GROUP, num_read) - 1)
+        if (i_last == i_seq) & (first + i_group - start >= WIDTH - 1):
+            b_window, b_dxs, b_sums = _walk_group(
+                b_xs, b_dys, b_window, b_dxs, b_taps, b_bias, p_dx, dfilter is not None,
+                seq_idx, cu_seqlens, i_seq, start, initial_states, dfinal_states,
+                first, i_group, num_own, num_read, dim, o_d, m_d, WIDTH, SILU, GROUP, False,
+            )  # fmt: skip
+        else:
+            b_window, b_dxs, b_sums = _walk_group(
+                b_xs, b_dys, b_window, b_dxs, b_taps, b_bias, p_dx, dfilter is not None,
+                seq_idx, cu_seqlens, i_seq, start, initial_states, dfinal_states,
+                first, i_group, num_own, num_read, dim, o_d, m_d, WIDTH, SILU, GROUP, True,
+            )  # fmt: skip
+        i_seq = i_last
+        start = tl.load(cu_seqlens + i_seq)
         if dfilter is not None:
             b_dfilter, b_rests = _add_all_compensated(b_dfilter, b_rests, b_sums, WIDTH + 1)
 
@@ -94,6 +87,46 @@ def _conv_bwd_kernel(
         p_sum = dfilter + i_block.to(tl.int64) * (WIDTH + 1) * dim + o_d
         for i in tl.static_range(WIDTH + 1):
             tl.store(p_sum + i * dim, b_dfilter[i], mask=m_d)
+
+
+@triton.jit
+def _walk_group(
+    b_xs, b_dys, b_window, b_dxs, b_taps, b_bias, p_dx, WANTS_FILTER: tl.constexpr,
+    seq_idx, cu_seqlens, i_seq, start, initial_states, dfinal_states,
+    first, i_group, num_own, num_read, dim, o_d, m_d,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, GROUP: tl.constexpr, BOUNDARIES: tl.constexpr,
+):  # fmt: skip
+    """Take in ``GROUP`` tokens and store the dx that they complete.
+
+    Returns the next token's window, the incomplete dx, and the filter's gradient.
+    """
+    b_sums = _zeros(WIDTH + 1, b_bias.shape[0])
+    for i in tl.static_range(GROUP):
+        i_t = i_group + i
+        if BOUNDARIES:
+            i_next = tl.load(seq_idx + first + i_t, mask=i_t < num_read, other=i_seq)
+            if i_next != i_seq:
+                b_window = first_window(initial_states, i_next, dim, o_d, m_d, WIDTH)
+                start = first + i_t
+            i_seq = i_next
+        b_inputs = (b_xs[i],) + b_window
+        b_g = _before_activation(b_dys[i], b_inputs, b_taps, b_bias, SILU, WIDTH)
+        if WANTS_FILTER:
+            # tokens after the block belong to the next program's sums
+            b_own = tl.where(i_t < num_own, b_g, 0.0)
+            b_sums = _add_filter_gradient(b_sums, b_own, b_inputs, WIDTH)
+        b_dxs = _add_input_gradient(b_dxs, b_g, b_taps, first + i_t - start, WIDTH, BOUNDARIES)
+        if dfinal_states is not None:
+            b_dxs = _add_state_gradient(
+                b_dxs, dfinal_states, cu_seqlens, i_seq, first + i_t, dim, o_d,
+                m_d & (i_t < num_own), WIDTH,
+            )  # fmt: skip
+        i_done = i_t - (WIDTH - 1)
+        m_done = m_d & (i_done >= 0) & (i_done < num_own)
+        tl.store(p_dx + i_done * dim, b_dxs[WIDTH - 1], mask=m_done)
+        b_dxs = b_dxs[:-1]
+        b_window = b_inputs[:-1]
+    return b_window, b_dxs, b_sums
 
 
 @triton.jit
@@ -158,12 +191,17 @@ def _add_filter_gradient(b_sums, b_g, b_inputs, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _add_input_gradient(b_dxs, b_g, b_taps, position, WIDTH: tl.constexpr):
+def _add_input_gradient(
+    b_dxs, b_g, b_taps, position, WIDTH: tl.constexpr, BOUNDARIES: tl.constexpr
+):
     """Return dx of a token and of the ``WIDTH - 1`` before, as far as this token adds to it."""
     b_new = (b_taps[0] * b_g,)
     for i in tl.static_range(1, WIDTH):
-        # chosen, not multiplied by 0: the token before may be another document's
-        b_new = b_new + (b_dxs[i - 1] + tl.where(position >= i, b_taps[i] * b_g, 0.0),)
+        b_added = b_taps[i] * b_g
+        if BOUNDARIES:
+            # chosen, not multiplied by 0: the token before may be another document's
+            b_added = tl.where(position >= i, b_added, 0.0)
+        b_new = b_new + (b_dxs[i - 1] + b_added,)
     return b_new
 
 

@@ -2,6 +2,8 @@
 
 A program walks ``block_t`` tokens of the row, whatever documents they belong to.
 """
+# ruff: noqa: RUF005
+# Triton knows no starred tuples
 
 import torch
 import triton
@@ -46,18 +48,41 @@ def _conv_fwd_kernel(
             m_t = m_d & (i_group + i < num_tokens)
             b_x = tl.load(p_x + (i_group + i) * stride_x, mask=m_t, other=0.0)
             b_xs = b_xs + (b_x.to(tl.float32),)
-        for i in tl.static_range(GROUP):
-            m_t = i_group + i < num_tokens
-            i_next = tl.load(seq_idx + first + i_group + i, mask=m_t, other=i_seq)
+        # most groups lie within one document, and need not ask at every token
+        i_last = tl.load(seq_idx + first + tl.minimum(i_group + GROUP, num_tokens) - 1)
+        if i_last == i_seq:
+            b_window = _walk_group(
+                b_xs, b_window, b_taps, b_bias, p_y, seq_idx + first, i_seq, initial_states,
+                i_group, num_tokens, dim, o_d, m_d, WIDTH, SILU, GROUP, False,
+            )  # fmt: skip
+        else:
+            b_window = _walk_group(
+                b_xs, b_window, b_taps, b_bias, p_y, seq_idx + first, i_seq, initial_states,
+                i_group, num_tokens, dim, o_d, m_d, WIDTH, SILU, GROUP, True,
+            )  # fmt: skip
+        i_seq = i_last
+
+
+@triton.jit
+def _walk_group(
+    b_xs, b_window, b_taps, b_bias, p_y, seq_idx, i_seq, initial_states,
+    i_group, num_tokens, dim, o_d, m_d,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, GROUP: tl.constexpr, BOUNDARIES: tl.constexpr,
+):  # fmt: skip
+    for i in tl.static_range(GROUP):
+        i_t = i_group + i
+        if BOUNDARIES:
+            i_next = tl.load(seq_idx + i_t, mask=i_t < num_tokens, other=i_seq)
             if i_next != i_seq:
                 b_window = first_window(initial_states, i_next, dim, o_d, m_d, WIDTH)
             i_seq = i_next
-            b_inputs = (b_xs[i],) + b_window
-            b_y = convolve(b_inputs, b_taps, b_bias, WIDTH)
-            if SILU:
-                b_y *= sigmoid(b_y)
-            tl.store(p_y + (i_group + i) * dim, b_y, mask=m_d & m_t)
-            b_window = b_inputs[:-1]
+        b_inputs = (b_xs[i],) + b_window
+        b_y = convolve(b_inputs, b_taps, b_bias, WIDTH)
+        if SILU:
+            b_y *= sigmoid(b_y)
+        tl.store(p_y + i_t * dim, b_y, mask=m_d & (i_t < num_tokens))
+        b_window = b_inputs[:-1]
+    return b_window
 
 
 @triton.jit

@@ -3,6 +3,8 @@
 A window is a tuple of the ``WIDTH - 1`` inputs before a token, the newest first. Where it would
 reach back over the document's first token it holds the initial state, or zero.
 """
+# ruff: noqa: RUF005
+# Triton knows no starred tuples
 
 import triton
 import triton.language as tl

@@ -6,6 +6,7 @@ from torch.autograd.function import once_differentiable
 
 from xtuner_mamba.ops.selective_scan.triton_bwd import _scan_bwd
 from xtuner_mamba.ops.selective_scan.triton_fwd import _scan_fwd
+from xtuner_mamba.ops.triton_support import check_triton_takes, with_unit_stride
 
 
 def selective_scan_triton(
@@ -14,14 +15,13 @@ def selective_scan_triton(
     *, return_final_states: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.selective_scan`; the rows are laid end to end."""
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"x must be float32, float16 or bfloat16 with impl='triton', got {x.dtype}; "
-            "take impl='cpu' or impl='reference'"
-        )
-    return SelectiveScanFunction.apply(
-        x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus, return_final_states
-    )
+    check_triton_takes(x, "take impl='cpu' or impl='reference'")
+    # kernels are launched on the current device, which need not be that of x
+    with torch.cuda.device_of(x):
+        return SelectiveScanFunction.apply(
+            x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus,
+            return_final_states,
+        )  # fmt: skip
 
 
 class SelectiveScanFunction(torch.autograd.Function):
@@ -32,7 +32,7 @@ class SelectiveScanFunction(torch.autograd.Function):
         ctx, x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus,
         return_final_states,
     ):  # fmt: skip
-        x, dt, z = _with_unit_stride(x), _with_unit_stride(dt), _with_unit_stride(z)
+        x, dt, z = with_unit_stride(x), with_unit_stride(dt), with_unit_stride(z)
         ctx.BC_dtypes = B.dtype, C.dtype
         # the layout of the kernels: B and C side by side, states with the channels innermost
         BC = torch.cat((B, C), 1).float()
@@ -56,30 +56,22 @@ class SelectiveScanFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dfinal_states):
-        x, dt, A, BC, D, z, dt_bias, initial_states, *_ = args = ctx.saved_tensors
+        x, _, _, _, D, _, dt_bias, initial_states, *_ = args = ctx.saved_tensors
         if dy is None:
             dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         if dfinal_states is not None:
             dfinal_states = dfinal_states.mT.contiguous()
         _, _, needs_dA, needs_dB, needs_dC, _, needs_dz, *_ = ctx.needs_input_grad
         dx, ddt, dA, dBC, dD, dz, ddt_bias, dinitial_states = _scan_bwd(
-            *args[:-1], ctx.dt_softplus, args[-1], _with_unit_stride(dy), dfinal_states,
+            *args[:-1], ctx.dt_softplus, args[-1], with_unit_stride(dy), dfinal_states,
             needs_dA=needs_dA, needs_dBC=needs_dB or needs_dC, needs_dz=needs_dz,
         )  # fmt: skip
         dB = dC = None
         if dBC is not None:
             dB, dC = (d.to(dtype) for d, dtype in zip(dBC.chunk(2, 1), ctx.BC_dtypes))
-        return (
-            dx, ddt, None if dA is None else dA.t(), dB, dC, _like(dD, D), dz,
-            _like(ddt_bias, dt_bias), None if dinitial_states is None else _like(dinitial_states.mT, initial_states),
-            None, None, None,
-        )  # fmt: skip
-
-
-def _with_unit_stride(rows: Tensor | None) -> Tensor | None:
-    """Copy rows only when their channels are not next to each other."""
-    return rows if rows is None or rows.stride(-1) == 1 else rows.contiguous()
-
-
-def _like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.to(tensor.dtype)
+        dA = None if dA is None else dA.t()
+        dD = None if D is None else dD.to(D.dtype)
+        ddt_bias = None if dt_bias is None else ddt_bias.to(dt_bias.dtype)
+        if initial_states is not None:
+            dinitial_states = dinitial_states.mT.to(initial_states.dtype)
+        return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states, None, None, None

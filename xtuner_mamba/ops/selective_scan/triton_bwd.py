@@ -10,6 +10,8 @@ so both h[t - 1] and dh[t] are needed at once, from opposite ends. The forward l
 and writes it down every ``SUB`` tokens; then, ``SUB`` tokens at a time, it runs h forward once
 more, into registers, and dh backward.
 """
+# ruff: noqa: RUF005
+# Triton knows no starred tuples
 
 import torch
 import triton
