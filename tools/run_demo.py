@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         shutil.rmtree(DEMO)
     # before the libraries that read them are imported, here and in XTuner's commands
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(DEMO.resolve() / "cache")}
+    # threads that wait for one another leave the cores to whatever else runs on them
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # XTuner starts `python` by name
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
