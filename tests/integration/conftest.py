@@ -74,12 +74,17 @@ def environment(tmp_path: Path) -> Environment:
 
 @pytest.fixture(scope="session")
 def xtuner(tmp_path_factory) -> Callable[..., subprocess.CompletedProcess]:
-    """Run an ``xtuner`` command where the plugin is installed, however this process sees it."""
+    """Run an ``xtuner`` command where the plugin is installed and no GPU is seen."""
     environment = Environment(tmp_path_factory.mktemp("installed") / "environment")
     environment.install()
     work = tmp_path_factory.mktemp("work")
-    path = os.pathsep.join([str(environment.python.parent), os.environ["PATH"]])
-    offline = dict(HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=str(work / "datasets"))
+    settings = dict(
+        HF_HUB_OFFLINE="1",
+        HF_DATASETS_CACHE=str(work / "datasets"),
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
+        PATH=os.pathsep.join([str(environment.python.parent), os.environ["PATH"]]),
+    )
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
         return subprocess.run(
@@ -87,7 +92,7 @@ def xtuner(tmp_path_factory) -> Callable[..., subprocess.CompletedProcess]:
             capture_output=True,
             text=True,
             cwd=work,
-            env={**os.environ, **offline, "OMP_NUM_THREADS": "1", "PATH": path, **variables},
+            env={**os.environ, **settings, **variables},
         )
 
     return run

@@ -62,7 +62,7 @@ def test_template_trains_a_step(offline, tmp_path, name):
     runner = Runner.from_cfg(cfg)
     runner.train()
 
-    assert type(runner.optim_wrapper) is OptimWrapper
+    assert isinstance(runner.optim_wrapper, OptimWrapper)
     assert runner.iter == cfg.accumulative_counts
     for parameter, state in runner.optim_wrapper.optimizer.state.items():
         assert state["step"] == 1

@@ -1,8 +1,8 @@
 """``xtuner train`` and ``xtuner convert`` as a user runs them, on processes without a GPU.
 
-One training, five ways: alone, resumed, with two processes under MMEngine, and under two of
-DeepSpeed's ZeRO stages. All take the same documents in every optimizer step, so all must end at
-the same weights.
+One training, six ways: alone, resumed, with two processes under MMEngine, and under DeepSpeed's
+three ZeRO stages. All take the same documents in every optimizer step, so all must end at the
+same weights.
 """
 
 import re
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaForCausalLM
+from xtuner.utils.zero_to_any_dtype import get_state_dict_from_zero_checkpoint
 
 NUM_STEPS = 4
 # the same documents in a step: two rows, by one process or by two
@@ -121,6 +122,15 @@ def test_resumed_training_ends_at_the_same_bits(train, alone):
 def test_two_processes_take_the_same_steps_as_one(train, alone, initial):
     work_dir, _ = train(**BY_TWO, **TWO)
     assert_same_training(weights(work_dir / f"iter_{NUM_STEPS}.pth"), weights(alone), initial)
+
+
+def test_deepspeed_in_one_process_accumulates_to_the_same_steps(train, alone, initial):
+    work_dir, log = train("--deepspeed", "deepspeed_zero1", **ALONE, **ON_CPU)
+    assert "shm_comm" not in log, "a compiler was asked for"
+    checkpoint = get_state_dict_from_zero_checkpoint(
+        str(work_dir), tag=alone.name, dtype=torch.float32
+    )
+    assert_same_training(checkpoint, weights(alone), initial)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -65,6 +65,18 @@ PATCHES = (
         checked_on="xtuner 0.2.0, mmengine 0.10.6, deepspeed 0.16.2",
     ),
     Patch(
+        after="xtuner.engine._strategy.deepspeed",
+        function="deepspeed:start_single_process",
+        needs=("DeepSpeedStrategy",),
+        checked_on="xtuner 0.2.0, mmengine 0.10.6, deepspeed 0.16.2",
+    ),
+    Patch(
+        after="xtuner.engine._strategy.deepspeed",
+        function="devices:spare_compiler",
+        needs=("DeepSpeedStrategy",),
+        checked_on="xtuner 0.2.0, deepspeed 0.16.2",
+    ),
+    Patch(
         after="xtuner.tools.utils",
         function="checkpoints:load_seed_of_own_checkpoint",
         needs=("get_seed_from_checkpoint",),

@@ -8,10 +8,13 @@ autocast. XTuner 0.2.0 also drops ``constructor`` and ``paramwise_cfg`` when it 
 
 import functools
 import logging
+import os
+import socket
 from types import ModuleType
 
 import torch
 from mmengine.config import Config
+from mmengine.dist import is_distributed
 from mmengine.logging import print_log
 from torch import nn
 
@@ -122,6 +125,31 @@ def gather_whole_mixers(strategy: ModuleType) -> None:
                 for parameter in mixer.parameters():
                     if parameter not in own:
                         register_external_parameter(mixer, parameter)
+        return wrap(self, model)
+
+    strategy.DeepSpeedStrategy._wrap_model = wrap_model
+
+
+def start_single_process(strategy: ModuleType) -> None:
+    """Let DeepSpeed run in the only process of a training, as in ``xtuner train FILE``.
+
+    Without a launcher's variables it asks MPI for them, and stops where mpi4py is missing.
+    """
+    wrap = strategy.DeepSpeedStrategy._wrap_model
+
+    @functools.wraps(wrap)
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        if not is_distributed():
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            os.environ.update(
+                RANK="0",
+                LOCAL_RANK="0",
+                WORLD_SIZE="1",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            )
         return wrap(self, model)
 
     strategy.DeepSpeedStrategy._wrap_model = wrap_model

@@ -1,6 +1,7 @@
-"""Runs without a GPU: XTuner and MMEngine take one for granted in these two places."""
+"""Runs without a GPU: XTuner, MMEngine and DeepSpeed take one for granted in these places."""
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from types import ModuleType
 
@@ -20,6 +21,17 @@ def init_dist_without_gpu(utils: ModuleType) -> None:
         setattr(utils, name, without_gpu(getattr(utils, name)))
 
 
+def spare_compiler(strategy: ModuleType) -> None:
+    """Let DeepSpeed use gloo on the CPU instead of compiling an all-reduce of its own.
+
+    That takes a minute, and fails where there is no compiler.
+    """
+    if not torch.cuda.is_available() and importlib.util.find_spec("deepspeed"):
+        from deepspeed.ops import __compatible_ops__
+
+        __compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def without_gpu(init_dist: Callable) -> Callable:
     """Wrap a function that selects a GPU, so that it runs on a machine without one."""
 
@@ -27,12 +39,6 @@ def without_gpu(init_dist: Callable) -> Callable:
     def wrapper(*args, **kwargs):
         if torch.cuda.is_available():
             return init_dist(*args, **kwargs)
-        if kwargs.get("init_backend") == "deepspeed":
-            from deepspeed.ops import __compatible_ops__
-
-            # else DeepSpeed compiles a faster all-reduce for a minute, or fails for want of a
-            # compiler; gloo does without
-            __compatible_ops__["deepspeed_shm_comm"] = False
         set_device = torch.cuda.set_device
         torch.cuda.set_device = lambda device: None
         try:
