@@ -124,9 +124,13 @@ def test_two_processes_take_the_same_steps_as_one(train, alone, initial):
     assert_same_training(weights(work_dir / f"iter_{NUM_STEPS}.pth"), weights(alone), initial)
 
 
-def test_deepspeed_in_one_process_accumulates_to_the_same_steps(train, alone, initial):
-    work_dir, log = train("--deepspeed", "deepspeed_zero1", **ALONE, **ON_CPU)
+def test_deepspeed_in_one_process_accumulates_and_resumes(train, alone, initial):
+    options = ("--deepspeed", "deepspeed_zero1")
+    half, log = train(*options, accumulative_counts=2, max_iters=NUM_STEPS, **ON_CPU)
     assert "shm_comm" not in log, "a compiler was asked for"
+    resume = ("--resume", str(half / f"iter_{NUM_STEPS}.pth"))
+    work_dir, log = train(*options, *resume, **ALONE, **ON_CPU)
+    assert "Resume checkpoint from" in log
     checkpoint = get_state_dict_from_zero_checkpoint(
         str(work_dir), tag=alone.name, dtype=torch.float32
     )
