@@ -177,6 +177,14 @@ def test_config_of_ours_is_left_as_it_is(template, args, logged, monkeypatch):
     assert logged == []
 
 
+def test_config_that_a_run_has_dumped_trains_again(template, args, logged, monkeypatch):
+    monkeypatch.setattr("xtuner.utils.device.get_device_name", lambda: "cuda")
+    dumped = Config.fromstring(template.pretty_text, ".py")
+    assert isinstance(dumped.model.llm.type, str)
+    run_check(dumped, args)
+    assert logged == []
+
+
 def test_groups_that_the_user_chose_are_kept(stock, args, logged, monkeypatch):
     monkeypatch.setattr("xtuner.utils.device.get_device_name", lambda: "cuda")
     stock.optim_wrapper.paramwise_cfg = dict(norm_decay_mult=0.0)

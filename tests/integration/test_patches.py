@@ -2,7 +2,9 @@
 
 import importlib.util
 import os
+from dataclasses import replace
 from importlib import import_module
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MambaConfig, 
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from xtuner_mamba import integration
-from xtuner_mamba.integration import PATCHES, Patch
+from xtuner_mamba.integration import PATCHES
 from xtuner_mamba.integration.adapters import spare_bitsandbytes_triton
 from xtuner_mamba.integration.devices import without_gpu
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE
@@ -35,25 +37,25 @@ def patched(pristine):
 
 @pytest.mark.parametrize("entry", PATCHES, ids=lambda entry: entry.function)
 def test_target_is_what_the_patch_was_written_for(pristine, entry):
-    import_module(entry.after)
-    target = pristine(entry.target or entry.after)
-    assert [name for name in entry.needs if not hasattr(target, name)] == []
+    integration.apply(entry, pristine(entry.target or entry.after))
     # the pins of the package are what "checked on" says
-    for package in ("xtuner", "mmengine"):
+    for package in ("xtuner", "mmengine", "deepspeed", "bitsandbytes"):
         if package in entry.checked_on:
-            version = import_module(package).__version__
-            assert f"{package} {version}" in entry.checked_on
+            assert f"{package} {version(package)}" in entry.checked_on
 
 
-def test_moved_target_is_told_and_left_alone(pristine):
-    entry = Patch("xtuner.configs", "templates:add_templates", needs=("moved", "cfgs_name_path"))
+def test_moved_target_is_told_and_the_rest_goes_on(pristine, monkeypatch):
     module = pristine("xtuner.configs")
-    before = dict(module.cfgs_name_path)
-    with pytest.warns(
-        RuntimeWarning, match=r"xtuner.configs must .* none of \['moved'\]; .*0\.2\.0"
-    ):
-        integration.apply(entry, module)
-    assert module.cfgs_name_path == before
+    entry = next(entry for entry in PATCHES if entry.after == module.__name__)
+    moved = replace(entry, needs=("cfgs_name_path", "Class.method"))
+    monkeypatch.setattr(integration, "PATCHES", (moved, entry))
+    message = (
+        r"leaves templates:add_templates out: xtuner.configs must have cfgs_name_path, "
+        r"Class.method, got no Class.method; install .* \(xtuner 0\.2\.0\), or set XTUNER_MAMBA_"
+    )
+    with pytest.warns(RuntimeWarning, match=message):
+        integration.patch(module)
+    assert "mamba_130m_full_alpaca_e3_varlen" in module.cfgs_name_path
 
 
 def test_modules_without_a_patch_stay_as_they_are(pristine):

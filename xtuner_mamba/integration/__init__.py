@@ -8,6 +8,7 @@ why. Imports nothing heavy, since it runs at the first import of XTuner.
 import warnings
 from dataclasses import dataclass
 from importlib import import_module
+from operator import attrgetter
 from types import ModuleType
 
 
@@ -20,7 +21,7 @@ class Patch:
     function: str
     """``module:function`` of this package; it gets the module to change."""
     needs: tuple[str, ...]
-    """Names that the module must have, or XTuner is not what the function was written for."""
+    """What the module must have, or it is not what the function was written for."""
     target: str | None = None
     """The module to change, if it is another one."""
     checked_on: str = "xtuner 0.2.0"
@@ -55,19 +56,19 @@ PATCHES = (
     Patch(
         after="xtuner.engine._strategy.deepspeed",
         function="deepspeed:keep_optimizer_groups",
-        needs=("DeepSpeedStrategy",),
+        needs=("DeepSpeedStrategy.build_optim_wrapper",),
         checked_on="xtuner 0.2.0, mmengine 0.10.6",
     ),
     Patch(
         after="xtuner.engine._strategy.deepspeed",
         function="deepspeed:gather_whole_mixers",
-        needs=("DeepSpeedStrategy",),
+        needs=("DeepSpeedStrategy._wrap_model",),
         checked_on="xtuner 0.2.0, mmengine 0.10.6, deepspeed 0.16.2",
     ),
     Patch(
         after="xtuner.engine._strategy.deepspeed",
         function="deepspeed:start_single_process",
-        needs=("DeepSpeedStrategy",),
+        needs=("DeepSpeedStrategy._wrap_model",),
         checked_on="xtuner 0.2.0, mmengine 0.10.6, deepspeed 0.16.2",
     ),
     Patch(
@@ -84,7 +85,7 @@ PATCHES = (
     Patch(
         after="xtuner.registry",
         function="checkpoints:load_own_checkpoints",
-        needs=("CheckpointLoader", "load_from_local"),
+        needs=("CheckpointLoader.register_scheme", "load_from_local"),
         target="mmengine.runner.checkpoint",
         checked_on="mmengine 0.10.6, torch 2.14",
     ),
@@ -120,21 +121,31 @@ def patch(module: ModuleType) -> None:
     for entry in PATCHES:
         if entry.after == module.__name__:
             target = module if entry.target is None else import_module(entry.target)
-            apply(entry, target)
+            try:
+                apply(entry, target)
+            except Exception as error:
+                warnings.warn(
+                    f"xtuner_mamba leaves {entry.function} out: {error}; install what it was "
+                    f"checked on ({entry.checked_on}), or set XTUNER_MAMBA_DISABLE=1 to use "
+                    "XTuner without the plugin",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
 
 def apply(entry: Patch, target: ModuleType) -> None:
-    """Apply one patch, or warn that its target is not what it was written for."""
-    missing = [name for name in entry.needs if not hasattr(target, name)]
-    if missing:
-        warnings.warn(
-            f"{target.__name__} must have {', '.join(entry.needs)} for xtuner_mamba to join it, "
-            f"got none of {missing}; install what it was checked on ({entry.checked_on}), or set "
-            "XTUNER_MAMBA_DISABLE=1 to use XTuner without the plugin",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return
+    """Apply one patch.
+
+    Raises:
+        AttributeError: The target is not what the patch was written for.
+    """
+    for name in entry.needs:
+        try:
+            attrgetter(name)(target)
+        except AttributeError:
+            raise AttributeError(
+                f"{target.__name__} must have {', '.join(entry.needs)}, got no {name}"
+            ) from None
     module_name, function_name = entry.function.split(":")
     function = getattr(import_module(f"{__name__}.{module_name}"), function_name)
     function(target)

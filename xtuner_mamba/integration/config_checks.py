@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from mmengine.config import Config
+from mmengine.utils import get_object_from_string
 from torch import nn
 
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE, token_mixers
@@ -153,12 +154,14 @@ def _check_model(llm: dict) -> bool:
 
 
 def _model_without_weights(llm: dict) -> nn.Module | None:
-    """Build the class that ``from_pretrained`` would, on no device; None for other builders."""
+    """Build what ``from_pretrained`` would, on no device; None where only building it will tell."""
     from transformers import AutoConfig
     from transformers.modeling_utils import no_init_weights
 
-    path = llm.get("pretrained_model_name_or_path")
-    model_class = getattr(llm.get("type"), "__self__", None)
+    path, builder = llm.get("pretrained_model_name_or_path"), llm.get("type")
+    if isinstance(builder, str):
+        builder = get_object_from_string(builder)
+    model_class = getattr(builder, "__self__", None)
     if path is None or not isinstance(model_class, type):
         return None
     trust = dict(trust_remote_code=bool(llm.get("trust_remote_code", False)))
