@@ -185,6 +185,15 @@ def test_config_that_a_run_has_dumped_trains_again(template, args, logged, monke
     assert logged == []
 
 
+def test_other_trainings_than_sft_are_left_as_they_are(stock, args, logged, monkeypatch):
+    monkeypatch.setattr("xtuner.utils.device.get_device_name", lambda: "cuda")
+    stock.model.type = "xtuner.model.dpo.DPO"
+    before = stock.to_dict()
+    run_check(stock, args)
+    assert stock.to_dict() == before
+    assert logged == []
+
+
 def test_groups_that_the_user_chose_are_kept(stock, args, logged, monkeypatch):
     monkeypatch.setattr("xtuner.utils.device.get_device_name", lambda: "cuda")
     stock.optim_wrapper.paramwise_cfg = dict(norm_decay_mult=0.0)

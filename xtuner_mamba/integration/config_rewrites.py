@@ -31,8 +31,11 @@ _PARTS = ("model", "train_dataloader", "val_dataloader", "test_dataloader", "cus
 def train_exactly(cfg: Config) -> None:
     """Put our parts where a config has XTuner's, for a model whose every mixer is ours.
 
-    A config of ours is left as it is.
+    A config of ours is left as it is, and so is one that trains something else (DPO, say), which
+    has other parts.
     """
+    if type_name(cfg.model) not in ("SupervisedFinetune", "PackedSupervisedFinetune"):
+        return
     for part in _PARTS:
         for path, node in walk(cfg.get(part), part):
             name = type_name(node)

@@ -24,9 +24,9 @@ def init_dist_without_gpu(utils: ModuleType) -> None:
 def spare_compiler(strategy: ModuleType) -> None:
     """Let DeepSpeed use gloo on the CPU instead of compiling an all-reduce of its own.
 
-    That takes a minute, and fails where there is no compiler.
+    That takes a minute, and fails where there is no compiler. On a GPU there is no such thing.
     """
-    if not torch.cuda.is_available() and importlib.util.find_spec("deepspeed"):
+    if importlib.util.find_spec("deepspeed"):
         from deepspeed.ops import __compatible_ops__
 
         __compatible_ops__["deepspeed_shm_comm"] = False
