@@ -1,5 +1,5 @@
 # make demo | test | lint | bench | test-gpu: each does its own set-up.
-# PYTHON=python3 uses that interpreter as it is and installs nothing.
+# PYTHON=python3 uses that interpreter as it is and installs nothing; ARGS=... is passed on.
 
 VENV := .venv
 BASE_PYTHON := $(shell command -v python3.11 || command -v python3)
@@ -19,10 +19,10 @@ endif
 .PHONY: demo test lint bench test-gpu clean
 
 demo: $(INSTALLED)
-	$(PYTHON) tools/run_demo.py
+	$(PYTHON) tools/run_demo.py $(ARGS)
 
 test: $(INSTALLED_DEV)
-	$(PYTHON) -m pytest -q
+	$(PYTHON) -m pytest -q $(ARGS)
 
 lint: $(INSTALLED_DEV)
 	$(PYTHON) -m ruff check .
@@ -35,7 +35,7 @@ bench: $(INSTALLED_DEV)
 	then $(PYTHON) benchmarks/bench_kernels.py; fi
 
 test-gpu: $(INSTALLED_DEV)
-	$(PYTHON) tools/record_gpu_tests.py
+	$(PYTHON) tools/record_gpu_tests.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) demo work_dirs build dist

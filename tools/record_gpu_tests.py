@@ -17,8 +17,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "benchmarks" / "results" / "gpu_tests.md"
-# whatever runs kernels, or a model on them
-TESTS = ["tests/ops", "tests/model"]
+TESTS = ["tests/ops"]
 PACKAGES = ["torch", "triton", "transformers", "mmengine", "xtuner"]
 
 
@@ -30,12 +29,14 @@ def render(commit: str, command: list[str], output: str) -> str:
         command: Of pytest, without the interpreter.
         output: Of pytest with ``-rA``.
     """
-    results = re.findall(
-        r"^(PASSED|FAILED|ERROR|SKIPPED)\b.*?(tests/\S+\.py)", output, re.MULTILINE
+    counts = Counter()
+    lines = re.findall(
+        r"^(PASSED|FAILED|ERROR|SKIPPED) (?:\[(\d+)\] )?(tests/\S+?\.py)", output, re.MULTILINE
     )
-    counts = Counter((path, outcome.lower()) for outcome, path in results)
+    for outcome, count, path in lines:
+        counts[path, outcome.lower()] += int(count or 1)
     versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
-    lines = [
+    page = [
         "# Tests on a GPU",
         "",
         f"- date: {date.today()}",
@@ -49,7 +50,7 @@ def render(commit: str, command: list[str], output: str) -> str:
         "| --- | --- | --- |",
         *(f"| `{path}` | {outcome} | {n} |" for (path, outcome), n in sorted(counts.items())),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(page) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,9 +68,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     command = ["-m", "pytest", "-q", "-rA", "--no-showlocals", "--show-capture=no", *args.tests]
     run = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [sys.executable, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-    )  # fmt: skip
+    )
     failed = run.stdout.partition("= FAILURES =")[2] if run.returncode else ""
     print(failed or run.stdout.strip().splitlines()[-1])
     args.out.parent.mkdir(parents=True, exist_ok=True)
