@@ -139,6 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     for way in args.ways:
         rows.append(about | measure(way, args.size, args.tokens, args.repeats))
         torch.cuda.empty_cache()
+    RESULTS.parent.mkdir(exist_ok=True)
     is_new = not RESULTS.exists()
     with RESULTS.open("a", newline="") as file:
         writer = csv.DictWriter(file, rows[0])

@@ -3,7 +3,8 @@
 The model has the published size and random weights, the documents are the source of Python's
 standard library, the config is the template for pre-training. All ways see the same packs, so
 their losses must agree; each checkpoint must convert to a model that transformers loads. Fails
-if one does not. Writes benchmarks/results/training.md.
+if one does not. Writes benchmarks/results/training.md. With --at-once above 1 the ways share the
+GPU: quicker to check, but then speeds mean nothing and are left out.
 """
 
 import argparse
@@ -12,7 +13,9 @@ import re
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,7 +35,7 @@ TOLERANCE = 0.02
 
 def make_inputs(folder: Path) -> None:
     """Write the corpus, the untrained model and the config."""
-    documents = inputs.stdlib_documents(max_chars=8_000_000)
+    documents = inputs.stdlib_documents(max_chars=4_000_000)
     inputs.write_jsonl(documents, folder / "data" / "stdlib.jsonl")
     tokenizer = inputs.train_tokenizer(documents, vocab_size=8192)
     tokenizer.save_pretrained(folder / "model")
@@ -60,12 +63,18 @@ def make_inputs(folder: Path) -> None:
     (folder / "config.py").write_text(text)
 
 
-def run(folder: Path, *command: str) -> str:
+def run(folder: Path, way: str, *command: str) -> str:
     """Run an ``xtuner`` command in ``folder`` and return what it printed."""
+    print(f"{way}: xtuner {' '.join(command[:2])}", flush=True)
+    # ways may run beside each other
+    apart = {
+        "HF_DATASETS_CACHE": str(folder / "cache" / way),
+        "MASTER_PORT": str(29500 + WAYS.index(way)),
+    }
     done = subprocess.run(
         [sys.executable, "-c", "from xtuner import cli; cli()", *command],
         cwd=folder,
-        env={**os.environ, "HF_DATASETS_CACHE": str(folder / "cache")},
+        env={**os.environ, **apart},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -75,24 +84,25 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def train(folder: Path, way: str, iters: int) -> dict:
+def train(way: str, folder: Path, iters: int) -> dict:
     """Train one way and convert its checkpoint."""
     work_dir = folder / way
     log = run(
         folder,
+        way,
         *("train", "config.py", "--work-dir", str(work_dir), "--seed", "0"),
         *(() if way == "plain" else ("--deepspeed", way)),
         *("--cfg-options", "train_cfg.max_epochs=None", f"train_cfg.max_iters={iters}"),
         *("default_hooks.logger.interval=1", f"default_hooks.checkpoint.interval={iters}"),
         *("custom_hooks.2.max_new_tokens=8", "custom_hooks.2.every_n_iters=1000"),
-        *("param_scheduler=None",),
+        *("param_scheduler=None", "log_processor.window_size=1"),
     )
     losses = [float(value) for value in re.findall(r"\bloss: (\S+)", log)]
     seconds = [float(value) for value in re.findall(r"\btime: (\S+)", log)]
     memory = [int(value) for value in re.findall(r"\bmemory: (\d+)", log)]
     assert len(losses) == iters, f"the log of {way} has {len(losses)} losses of {iters}"
     converted = folder / f"{way}_hf"
-    run(folder, "convert", "pth_to_hf", "config.py", f"{way}/iter_{iters}.pth", str(converted))
+    run(folder, way, "convert", "pth_to_hf", "config.py", f"{way}/iter_{iters}.pth", str(converted))
     model = AutoModelForCausalLM.from_pretrained(converted, torch_dtype=torch.float32)
     input_ids = AutoTokenizer.from_pretrained(converted)("import os", return_tensors="pt").input_ids
     assert torch.isfinite(model(input_ids, labels=input_ids).loss)
@@ -103,8 +113,8 @@ def train(folder: Path, way: str, iters: int) -> dict:
         "first": losses[0],
         # a log line is a micro-step's share of its optimizer step's mean
         "last": statistics.mean(losses[-2 * MICRO_STEPS :]),
-        "tokens_per_second": MAX_LENGTH / median,
-        "memory": max(memory) / 1024,
+        "speed": f"{MAX_LENGTH / median:,.0f}",
+        "memory": max(memory, default=0) / 1024,
     }
 
 
@@ -113,6 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iters", type=int, default=24, help="micro-steps (%(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--at-once", type=int, default=1, help="ways (%(default)s)")
     parser.add_argument("--commit", help="of this checkout, where git is missing")
     args = parser.parse_args(argv)
 
@@ -121,7 +132,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     with TemporaryDirectory() as name:
         make_inputs(Path(name))
-        rows = [train(Path(name), way, args.iters) for way in args.ways]
+        with ThreadPoolExecutor(args.at_once) as pool:
+            rows = list(pool.map(partial(train, folder=Path(name), iters=args.iters), args.ways))
     lines = [
         "# Training by XTuner's command line on one GPU",
         "",
@@ -130,16 +142,18 @@ def main(argv: list[str] | None = None) -> int:
         f"- GPU: {torch.cuda.get_device_name()}, torch {torch.__version__}",
         f"- Mamba-130M, rows of {MAX_LENGTH:,} packed tokens, activation checkpointing, "
         f"bfloat16 autocast, AdamW, {args.iters} micro-steps, {MICRO_STEPS} an optimizer step",
-        f"- command: `python benchmarks/bench_training.py --iters {args.iters}`",
+        f"- command: `python benchmarks/bench_training.py --iters {args.iters} "
+        f"--at-once {args.at_once}`",
         "",
         "| way | loss, first | loss, last | tokens/s | peak GiB |",
         "| --- | --- | --- | --- | --- |",
         *(
             f"| {row['way']} | {row['first']:.4f} | {row['last']:.4f} | "
-            f"{row['tokens_per_second']:,.0f} | {row['memory']:.1f} |"
+            f"{row['speed'] if args.at_once == 1 else '-'} | {row['memory']:.1f} |"
             for row in rows
         ),
     ]
+    PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     failures = [row["way"] for row in rows if row["last"] > 0.9 * row["first"]]
