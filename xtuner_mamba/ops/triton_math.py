@@ -40,6 +40,12 @@ def step_size(b_v, SOFTPLUS: tl.constexpr):
 
 
 @triton.jit
+def silu(b_v):
+    """Return v / (1 + exp(-v))."""
+    return b_v / (1.0 + tl.exp2(b_v * -LOG2_E))
+
+
+@triton.jit
 def sigmoid(b_v):
     """Return 1 / (1 + exp(-v))."""
     return 1.0 / (1.0 + tl.exp2(b_v * -LOG2_E))

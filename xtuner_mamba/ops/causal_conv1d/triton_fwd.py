@@ -16,7 +16,7 @@ from xtuner_mamba.ops.causal_conv1d.triton_window import (
     load_filter,
     load_window,
 )
-from xtuner_mamba.ops.triton_math import sigmoid
+from xtuner_mamba.ops.triton_math import silu
 
 # rows whose loads are under way together
 GROUP = 4
@@ -79,7 +79,7 @@ def _walk_group(
         b_inputs = (b_xs[i],) + b_window
         b_y = convolve(b_inputs, b_taps, b_bias, WIDTH)
         if SILU:
-            b_y *= sigmoid(b_y)
+            b_y = silu(b_y)
         tl.store(p_y + i_t * dim, b_y, mask=m_d & (i_t < num_tokens))
         b_window = b_inputs[:-1]
     return b_window

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xtuner_mamba.ops.selective_scan.triton_tile import next_state, sum_states
-from xtuner_mamba.ops.triton_math import sigmoid, step_size
+from xtuner_mamba.ops.triton_math import silu, step_size
 
 # tokens between two states that the forward keeps for the backward
 CHUNK = 64
@@ -74,7 +74,7 @@ def _scan_fwd_kernel(
                 b_y += b_D * b_x
             if z is not None:
                 b_z = tl.load(p_z + i_t * stride_z, mask=m_d, other=0.0).to(tl.float32)
-                b_y *= b_z * sigmoid(b_z)
+                b_y *= silu(b_z)
             tl.store(p_y + i_t * dim, b_y, mask=m_d)
 
     if final_states is not None:

@@ -1,0 +1,415 @@
+"""The Triton kernels of both ops: on a GPU, or in Triton's interpreter where there is none.
+
+The interpreter truncates where bfloat16 is stored, and is slow: bfloat16 and long rows are for
+the GPU. Oracles run on the CPU in float64.
+"""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+import torch
+import triton
+
+from xtuner_mamba.layout import PackedLayout
+from xtuner_mamba.ops import causal_conv1d, selective_scan
+from xtuner_mamba.ops.causal_conv1d.triton_fwd import tokens_of_a_program
+from xtuner_mamba.ops.selective_scan import triton_bwd
+from xtuner_mamba.ops.selective_scan.triton_fwd import CHUNK
+from xtuner_mamba.testing import (
+    assert_as_accurate_as_eager,
+    conv_oracle,
+    documents,
+    eighths,
+    in_float64,
+    make_conv_inputs,
+    make_scan_inputs,
+    outputs_and_grads,
+    pooled,
+    relative_rms,
+    scan_oracle,
+    with_document_replaced,
+)
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU
+needs_gpu = pytest.mark.skipif(not GPU, reason="asks something of a GPU, or too slow without one")
+
+OPS = {"scan": selective_scan, "conv": causal_conv1d}
+OPTIONS = {"scan": {"dt_softplus": True}, "conv": {"activation": "silu"}}
+ORACLES = {"scan": scan_oracle, "conv": conv_oracle}
+MAKERS = {"scan": make_scan_inputs, "conv": make_conv_inputs}
+OF_TOKENS = {"scan": ["y", "dx", "ddt", "dB", "dC", "dz"], "conv": ["y", "dx"]}
+OF_STATES = ["final_states", "dinitial_states"]
+
+
+def run(op, inputs, *, impl="triton", **options):
+    """Run forward and backward where ``impl`` belongs; results on the CPU."""
+    device = DEVICE if impl == "triton" else torch.device("cpu")
+    inputs = {name: t.to(device) for name, t in inputs.items()}
+    results = outputs_and_grads(OPS[op], inputs, impl=impl, **OPTIONS[op] | options)
+    return {name: t.cpu() for name, t in results.items()}
+
+
+def exact_results(op, inputs, **options):
+    return outputs_and_grads(ORACLES[op], in_float64(inputs), **OPTIONS[op] | options)
+
+
+# a document shorter than a filter, one longer than a group of the kernels
+LENGTHS = [5, 1, 9, 2]
+
+
+def make_small(op, **options):
+    return MAKERS[op](LENGTHS, dim=24, **options)
+
+
+@functools.cache
+def small_results(op):
+    return run(op, make_small(op))
+
+
+@pytest.fixture(autouse=True)
+def _inf_and_nan_are_silent():
+    """NumPy, which interprets, would warn of them where a GPU does not."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        yield
+
+
+@pytest.fixture(params=["scan", "conv"])
+def op(request):
+    return request.param
+
+
+# one token; neighbours of one; the kernels' chunks and the groups inside them, one less, one more
+SCAN_DRAWS = [
+    dict(lengths=[1], dim=120, dstate=16),
+    dict(lengths=[3, 4, 1], dim=136, dstate=16),
+    dict(lengths=[1, 1, 1, 1, 1], dim=120, dstate=16),
+    dict(lengths=[5, CHUNK + 1], dim=120, dstate=16),
+    dict(lengths=[2 * CHUNK], dim=128, dstate=2),
+    dict(lengths=[9, 4], dim=120, dstate=5),
+    dict(lengths=[9, 4], dim=120, dstate=24),
+    dict(lengths=[3], dim=120, dstate=64),
+]
+EDGE = tokens_of_a_program(1)
+CONV_DRAWS = [
+    dict(lengths=[1], dim=250, width=4),
+    dict(lengths=[3, 4, 1], dim=600, width=4),
+    dict(lengths=[1, 1, 1, 1, 1], dim=250, width=3),
+    dict(lengths=[EDGE - 1, EDGE + 1, EDGE], dim=250, width=4),
+    dict(lengths=[2 * EDGE + 3], dim=250, width=2),
+    dict(lengths=[7, 1, 9], dim=250, width=8),
+]
+DRAWS = {"scan": SCAN_DRAWS, "conv": CONV_DRAWS}
+LONG_DRAWS = {
+    "scan": [
+        dict(lengths=[1, 5, 70, 64, 257, 3], dim=200, dstate=16),
+        dict(lengths=[130, 2, 31], dim=96, dstate=33),
+    ],
+    "conv": [dict(lengths=[1, 5, 70, 2, 3, 200, 600], dim=600, width=4)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounds_no_worse_than_eager(op, dtype):
+    shapes = DRAWS[op] + LONG_DRAWS[op] * GPU
+    draws = [MAKERS[op](**shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
+    actual = pooled([run(op, inputs) for inputs in draws])
+    eager = pooled([run(op, inputs, impl="reference") for inputs in draws])
+    exact = pooled([exact_results(op, inputs) for inputs in draws])
+    assert actual.keys() == exact.keys()
+    for name in exact:
+        assert_as_accurate_as_eager(name, actual[name], eager[name], exact[name])
+
+
+@pytest.mark.parametrize("absent", ["D", "z", "dt_bias", "initial_states", "dt_softplus", "all"])
+def test_scan_without_what_is_optional(absent):
+    draws = [make_scan_inputs([3, 6], dim=24, dstate=4, seed=seed) for seed in range(4)]
+    names = ["D", "z", "dt_bias", "initial_states"] if absent == "all" else [absent]
+    softplus = absent not in ("dt_softplus", "all")
+    for inputs in draws:
+        for name in names:
+            inputs.pop(name, None)
+        if not softplus:
+            inputs["dt"] = inputs["dt"].abs()
+    results = functools.partial(run, "scan", dt_softplus=softplus)
+    actual = pooled([results(inputs) for inputs in draws])
+    eager = pooled([results(inputs, impl="reference") for inputs in draws])
+    exact = pooled([exact_results("scan", inputs, dt_softplus=softplus) for inputs in draws])
+    assert actual.keys() == exact.keys()
+    for name in exact:
+        assert_as_accurate_as_eager(name, actual[name], eager[name], exact[name])
+
+
+@pytest.mark.parametrize("absent", ["bias", "initial_states", "activation"])
+def test_conv_without_what_is_optional(absent):
+    draws = [make_conv_inputs([3, 20], dim=24, seed=seed) for seed in range(3)]
+    activation = None if absent == "activation" else "silu"
+    for inputs in draws:
+        inputs.pop(absent, None)
+    results = functools.partial(run, "conv", activation=activation)
+    actual = pooled([results(inputs) for inputs in draws])
+    eager = pooled([results(inputs, impl="reference") for inputs in draws])
+    exact = pooled([exact_results("conv", inputs, activation=activation) for inputs in draws])
+    assert actual.keys() == exact.keys()
+    for name in exact:
+        assert_as_accurate_as_eager(name, actual[name], eager[name], exact[name])
+
+
+@pytest.mark.parametrize("magnitude", [1e-6, 1.0, 30.0, 80.0])
+def test_step_sizes_of_every_magnitude(magnitude):
+    """Softplus far to the left is exp, far to the right its argument."""
+    inputs = make_scan_inputs([4], dim=128, dstate=2)
+    inputs["dt"] = inputs["dt"].sign() * magnitude
+    del inputs["dt_bias"]
+    inputs["A"] = inputs["A"] / 100
+    actual, eager = run("scan", inputs), run("scan", inputs, impl="reference")
+    exact = exact_results("scan", inputs)
+    # not all of one size, so that small ones are not hidden behind large ones
+    right = (inputs["dt"] > 0)[0]
+    for name in ("y", "dx", "ddt"):
+        for side in (right, ~right):
+            parts = [results[name][0][side] for results in (actual, eager, exact)]
+            assert_as_accurate_as_eager(f"{name} at {magnitude}", *parts)
+
+
+def test_packed_equals_each_document_alone(op):
+    inputs = make_small(op)
+    dy = eighths(inputs["x"].shape, seed=1)
+    dfinal = eighths(inputs["initial_states"].shape, seed=2)
+    packed = run(op, inputs, incoming=(dy, dfinal))
+    incoming = zip(dy.split(LENGTHS, dim=1), dfinal.split(1))
+    alone = [run(op, document, incoming=g) for document, g in zip(documents(inputs), incoming)]
+    for name in OF_TOKENS[op] + OF_STATES:
+        dim = 0 if name in OF_STATES else 1
+        expected = torch.cat([results[name] for results in alone], dim=dim)
+        assert relative_rms(packed[name], expected) < 3e-7, name
+    for name in packed.keys() - OF_TOKENS[op] - set(OF_STATES):
+        expected = sum(results[name].double() for results in alone)
+        assert relative_rms(packed[name], expected) < 1e-6, name
+
+
+def test_a_leak_is_no_rounding_error(op):
+    """The tolerances above see a boundary that is missing."""
+    inputs = MAKERS[op]([7, 9], dim=24)
+    leaking = dict(inputs, cu_seqlens=PackedLayout.from_lengths([16]).cu_seqlens)
+    leaking["initial_states"] = inputs["initial_states"][:1]
+    right, wrong = run(op, inputs), run(op, leaking)
+    for name in OF_TOKENS[op]:
+        assert relative_rms(wrong[name], right[name]) > 1e-3, name
+
+
+@pytest.mark.parametrize(("i_seq", "value"), [(0, torch.nan), (1, torch.nan), (2, 1e4)])
+def test_a_document_leaves_the_bits_of_the_others_alone(op, i_seq, value, monkeypatch):
+    before = small_results(op)
+    # all documents in one program, as thousands of them would be
+    monkeypatch.setattr(triton_bwd, "_MAX_PROGRAMS", 1)
+    inputs, others = with_document_replaced(make_small(op), i_seq, value)
+    after = run(op, inputs)
+    states = torch.arange(4) != i_seq
+    for name in OF_TOKENS[op]:
+        assert torch.equal(after[name][:, others], before[name][:, others]), name
+        assert not torch.equal(after[name], before[name]), name
+    for name in OF_STATES:
+        assert torch.equal(after[name][states], before[name][states]), name
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_gradient_stays_in_its_document(op, value):
+    inputs = MAKERS[op]([5, 1, 5], dim=24)
+    dy, dfinal = eighths(inputs["x"].shape), eighths(inputs["initial_states"].shape)
+    before = run(op, inputs, incoming=(dy, dfinal))
+    dy[:, 5:6], dfinal[1] = value, value
+    after = run(op, inputs, incoming=(dy, dfinal))
+    others = torch.tensor([True] * 5 + [False] + [True] * 5)
+    for name in OF_TOKENS[op]:
+        assert torch.equal(after[name][:, others], before[name][:, others]), name
+    assert not after["dx"][:, ~others].isfinite().any()
+
+
+def test_documents_that_share_a_program_do_not_meet(monkeypatch):
+    apart = small_results("scan")
+    monkeypatch.setattr(triton_bwd, "_MAX_PROGRAMS", 1)
+    together = run("scan", make_small("scan"))
+    for name in OF_TOKENS["scan"] + OF_STATES:
+        assert torch.equal(together[name], apart[name]), name
+    for name in ("dA", "dD", "ddt_bias"):
+        assert relative_rms(together[name], apart[name]) < 3e-7, name
+    # the sums were formed in another order: the documents did share one
+    assert not torch.equal(together["dA"], apart["dA"])
+
+
+def test_same_bits_twice(op):
+    once, twice = small_results(op), run(op, make_small(op))
+    for name in once:
+        assert torch.equal(once[name], twice[name]), name
+
+
+@pytest.mark.parametrize("cut", [1, 10])
+def test_final_states_carry_on(op, cut):
+    """Two halves, the state handed over, are the whole: values, and gradients through the state."""
+    whole = MAKERS[op]([14], dim=24)
+    options = OPTIONS[op] | {"impl": "triton", "return_final_states": True}
+
+    def in_halves(cu_seqlens, initial_states, return_final_states, **tensors):
+        tokens = {name: t for name, t in tensors.items() if t.ndim == 3}
+        rest = {name: t for name, t in tensors.items() if t.ndim < 3}
+        head = {name: t[:, :cut] for name, t in tokens.items()}
+        tail = {name: t[:, cut:] for name, t in tokens.items()}
+        y_1, carried = OPS[op](**head, **rest, initial_states=initial_states, **options)
+        y_2, final = OPS[op](**tail, **rest, initial_states=carried, **options)
+        return torch.cat([y_1, y_2], dim=1), final
+
+    on_device = {name: t.to(DEVICE) for name, t in whole.items()}
+    halves = outputs_and_grads(in_halves, on_device)
+    for name, expected in run(op, whole).items():
+        assert relative_rms(halves[name].cpu(), expected) < 1e-6, name
+
+
+def test_scan_of_slices_of_a_projection():
+    inputs = make_scan_inputs([5, 9], dim=24, dstate=4)
+    tokens = ["x", "z", "B", "C", "dt"]
+    wide = torch.cat([inputs[name] for name in tokens], dim=2).to(DEVICE).requires_grad_()
+    slices = dict(zip(tokens, wide.split([inputs[name].shape[2] for name in tokens], dim=2)))
+    rest = {name: t.to(DEVICE) for name, t in inputs.items() if name not in tokens}
+    y = selective_scan(**slices, **rest, dt_softplus=True, impl="triton")
+    # a gradient that is itself a slice
+    dy = eighths(inputs["x"].shape).to(DEVICE).repeat(1, 1, 2)[..., :24]
+    (dwide,) = torch.autograd.grad(y, wide, dy)
+
+    expected = run("scan", inputs, incoming=(dy, torch.zeros(2, 24, 4)))
+    assert not slices["x"].is_contiguous()
+    assert not dy.is_contiguous()
+    assert torch.equal(y.cpu(), expected["y"])
+    assert torch.equal(dwide.cpu(), torch.cat([expected[f"d{name}"] for name in tokens], dim=2))
+
+
+def test_conv_of_slices_and_transposed_rows():
+    inputs = make_conv_inputs([5, 9], dim=24)
+    expected = run("conv", inputs)["y"]
+    inputs = {name: t.to(DEVICE) for name, t in inputs.items()}
+    wide = torch.cat([inputs["x"], inputs["x"]], dim=2)
+    for x in (wide[..., :24], inputs["x"].mT.contiguous().mT):
+        assert not x.is_contiguous()
+        y = causal_conv1d(**inputs | {"x": x}, activation="silu", impl="triton")
+        assert torch.equal(y.cpu(), expected)
+
+
+def test_rows_of_a_batch_are_documents(op):
+    inputs = MAKERS[op]([7, 7], dim=24)
+    packed = run(op, inputs)
+    rows = {
+        name: t.view(2, 7, -1) if t.ndim == 3 and t.shape[0] == 1 else t
+        for name, t in inputs.items()
+        if name != "cu_seqlens"
+    }
+    batch = run(op, rows)
+    for name in packed:
+        assert torch.equal(batch[name].view_as(packed[name]), packed[name]), name
+
+
+def test_gradients_that_nobody_wants_cost_the_others_no_bit(op):
+    """As with frozen weights under LoRA: the kernels then leave part of their work out."""
+    inputs = MAKERS[op]([9, 4], dim=24)
+    dy = eighths(inputs["x"].shape)
+    full = run(op, inputs, incoming=(dy, torch.zeros_like(inputs["initial_states"])))
+    leaves = {name: t.to(DEVICE) for name, t in inputs.items()}
+    leaves["x"] = leaves["x"].clone().requires_grad_()
+    y = OPS[op](**leaves, **OPTIONS[op], impl="triton")
+    (dx,) = torch.autograd.grad(y, leaves["x"], dy.to(y))
+    assert torch.equal(dx.cpu(), full["dx"])
+
+
+def test_gradient_through_the_final_states_alone(op):
+    inputs = MAKERS[op]([5, 2], dim=24)
+    dfinal = eighths(inputs["initial_states"].shape)
+    both = run(op, inputs, incoming=(torch.zeros_like(inputs["x"]), dfinal))
+    leaves = {name: t.to(DEVICE) for name, t in inputs.items()}
+    leaves["x"] = leaves["x"].clone().requires_grad_()
+    _, states = OPS[op](**leaves, **OPTIONS[op], impl="triton", return_final_states=True)
+    (dx,) = torch.autograd.grad(states, leaves["x"], dfinal.to(states))
+    assert torch.equal(dx.cpu(), both["dx"])
+    assert dx.any()
+
+
+def test_saves_one_state_a_chunk():
+    inputs = make_scan_inputs([CHUNK + 6, CHUNK - 6], dim=24, dstate=4)
+    inputs = {name: t.to(DEVICE) for name, t in inputs.items() if name != "initial_states"}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        selective_scan(**inputs | {"x": inputs["x"].requires_grad_()}, impl="triton")
+    assert [t.shape for t in saved if t.ndim == 3] == [(2, 4, 24)]
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16], ids=str)
+def test_dtypes_of_results(op, state_dtype):
+    inputs = MAKERS[op]([3, 2], dtype=torch.float16)
+    inputs["initial_states"] = inputs["initial_states"].to(state_dtype)
+    results = run(op, inputs)
+    assert results["y"].dtype == torch.float16
+    assert results["final_states"].dtype == (torch.float32 if op == "scan" else torch.float16)
+    for name, t in inputs.items():
+        assert name == "cu_seqlens" or results[f"d{name}"].dtype == t.dtype, name
+
+
+def test_float64_is_refused(op):
+    inputs = {k: t.to(DEVICE) for k, t in MAKERS[op]([3], dtype=torch.float64).items()}
+    instead = "take impl='cpu' or impl='reference'" if op == "scan" else "take impl='reference'"
+    message = f"bfloat16 with impl='triton', got torch.float64; {instead}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OPS[op](**inputs, impl="triton")
+
+
+def test_tensors_of_the_cpu_are_refused(op, monkeypatch):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(RuntimeError, match="on a GPU with impl='triton', got cpu; take impl="):
+        OPS[op](**MAKERS[op]([3]), impl="triton")
+
+
+@needs_gpu
+def test_launches_wait_for_nothing(op):
+    inputs = {k: t.to(DEVICE) for k, t in MAKERS[op]([70, 1, 200], dim=64).items()}
+    # made on the host, and known there
+    inputs["cu_seqlens"] = PackedLayout.from_lengths([70, 1, 200]).to(DEVICE).cu_seqlens
+    inputs["x"].requires_grad_()
+    dy = torch.ones_like(inputs["x"])
+    for mode in ("default", "error"):
+        # the first time compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            y, _ = OPS[op](**inputs, **OPTIONS[op], impl="triton", return_final_states=True)
+            torch.autograd.grad(y, inputs["x"], dy)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            y.sum().item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+def test_a_gpu_takes_the_kernels_by_default(op):
+    inputs = {k: t.to(DEVICE) for k, t in MAKERS[op]([5, 9], dim=24).items()}
+    y = OPS[op](**inputs, **OPTIONS[op])
+    assert torch.equal(y, OPS[op](**inputs, **OPTIONS[op], impl="triton"))
+    # the bits tell them apart
+    assert not torch.equal(y, OPS[op](**inputs, **OPTIONS[op], impl="reference"))
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "lengths", [[1] * 70_000, [65_536]], ids=["70000 documents of one token", "one document"]
+)
+def test_extreme_layouts(op, lengths):
+    inputs = MAKERS[op](lengths, dim=8)
+    if op == "scan":
+        # fast decays, so that errors of float32 cannot add up over 65,536 tokens
+        inputs["A"] = inputs["A"] - 1
+    impl = "cpu" if op == "scan" else "reference"
+    actual, expected = run(op, inputs), run(op, in_float64(inputs), impl=impl)
+    for name in expected:
+        assert relative_rms(actual[name], expected[name]) < 3e-6, name
