@@ -14,17 +14,18 @@ TOKEN_INPUTS = {"x", "dt", "B", "C", "z"}
 """Inputs of the ops that have a row for every token."""
 
 
-def lognormal_lengths(total: int, seed: int = 0) -> list[int]:
+def lognormal_lengths(total: int, seed: int = 0, *, scale: float = 1.0) -> list[int]:
     """Draw long-tailed document lengths that sum to ``total``.
 
-    Log-normal(6.2, 0.85) kept in [57, 2048], mean 594; the last document is cut to fit.
+    Log-normal(6.2, 0.85) kept in [57, 2048], mean 594, times ``scale``; the last document is cut
+    to fit.
     """
     rng = np.random.default_rng(seed)
     lengths, room = [], total
     while room:
         length = int(rng.lognormal(6.2, 0.85))
         if 57 <= length <= 2048:
-            lengths.append(min(length, room))
+            lengths.append(min(max(1, round(scale * length)), room))
             room -= lengths[-1]
     return lengths
 

@@ -24,14 +24,16 @@ def causal_conv1d_reference(
     token_rows = token_rows + (docs + 1).repeat_interleave(lengths) * state
 
     led = x.new_zeros(total + len(lengths) * state, dim, dtype=dtype)
-    led = led.index_copy(0, token_rows, x.to(dtype))
+    led.index_copy_(0, token_rows, x.to(dtype))
     if initial_states is not None:
         states = initial_states.mT.flatten(0, 1)
-        led = led.index_copy(0, state_rows.flatten(), states.to(dtype))
+        led.index_copy_(0, state_rows.flatten(), states.to(dtype))
     windows = len(led) - state
-    y = weight.new_zeros(dim, dtype=dtype) if bias is None else bias.to(dtype)
-    for tap in range(width):
-        y = torch.addcmul(y, led[tap : tap + windows], weight[:, tap].to(dtype))
+    weight = weight.to(dtype)
+    y = weight.new_zeros(dim) if bias is None else bias.to(dtype)
+    y = torch.addcmul(y, led[:windows], weight[:, 0])
+    for tap in range(1, width):
+        y.addcmul_(led[tap : tap + windows], weight[:, tap])
     # windows that end in a state belong to no token
     y = y.index_select(0, token_rows - state)
     y = (F.silu(y) if activation == "silu" else y).to(x.dtype)

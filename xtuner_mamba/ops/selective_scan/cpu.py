@@ -7,6 +7,7 @@ Inside a block the state is ``(tokens, dstate, dim)``: the long dimension last, 
 """
 
 import math
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -19,7 +20,9 @@ from torch.autograd.function import once_differentiable
 # in cells, the (token, channel, state) triples: the buffers of a block fit the last cache level,
 # and a time step of that many documents hides the cost of a call
 _BLOCK_CELLS = 2**20
-_STEP_CELLS = 2**16
+_STEP_CELLS = 2**17
+
+_scratch = threading.local()
 
 
 def selective_scan_cpu(
@@ -73,7 +76,7 @@ class _Block:
     num_left: int
     """How many of them, the first ones, go on in the next block."""
     tokens: Tensor
-    """Where their tokens stand, step after step, int64, ``(steps * num_docs,)``."""
+    """Where their tokens stand, document after document, int64, ``(num_docs * steps,)``."""
     is_first: bool
     """Whether the documents start here."""
 
@@ -82,8 +85,8 @@ class _Block:
 def _schedule(offsets: tuple[int, ...], *, block_tokens: int, step_docs: int) -> list[_Block]:
     """Cut the work into blocks: group after group of documents, each in order of time.
 
-    Documents of 3, 1 and 2 tokens make three blocks of one step: documents 0, 2, 1 (tokens
-    0, 4, 3), then 0, 2 (tokens 1, 5), then 0 (token 2).
+    Documents of 4, 1 and 3 tokens make three blocks: a step of documents 0, 2, 1 (tokens 0, 5, 4),
+    two steps of 0, 2 (tokens 1, 2 and 6, 7), and one of 0 (token 3).
     """
     starts = torch.tensor(offsets[:-1])
     lengths, docs = torch.tensor(offsets).diff().sort(descending=True, stable=True)
@@ -98,7 +101,7 @@ def _schedule(offsets: tuple[int, ...], *, block_tokens: int, step_docs: int) ->
             steps = min(max(1, block_tokens // active), lengths[begin + active - 1] - done)
             times = torch.arange(done, done + steps)
             here = slice(begin, begin + active)
-            tokens = (times[:, None] + starts[here]).flatten()
+            tokens = (starts[here, None] + times).flatten()
             is_first, done = done == 0, done + steps
             while active and lengths[begin + active - 1] == done:
                 active -= 1
@@ -107,8 +110,6 @@ def _schedule(offsets: tuple[int, ...], *, block_tokens: int, step_docs: int) ->
     return blocks
 
 
-# bfloat16 autocast would reach the matrix products on the state
-@torch.autocast("cpu", enabled=False)
 def _scan_fwd(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, dt_softplus: bool,
@@ -134,12 +135,13 @@ def _scan_fwd(
             y_b.mul_(F.silu(z_b))
         _scatter(y, block, y_b)
         if return_final_states:
-            final_states[block.docs[block.num_left :]] = h[-1, block.num_left :].mT
+            final_states[block.docs[block.num_left :]] = h[block.num_left :, -1].mT
         # the buffer is written again
-        state = h[-1, : block.num_left].clone()
+        state = h[: block.num_left, -1].clone()
     return y, final_states, block_states
 
 
+# as the forward: a backward inside autocast would round the matrix products on the state
 @torch.autocast("cpu", enabled=False)
 def _scan_bwd(
     dy: Tensor, dfinal_states: Tensor | None,
@@ -180,12 +182,12 @@ def _scan_bwd(
         du = torch.bmm(B_b[:, None], token_dh)[:, 0]
         _scatter(dB, block, torch.bmm((dt_b * x_b)[:, None], token_dh.mT)[:, 0])
         dh_before = a.mul_(dh)
-        dnext = dh_before[0].clone()
+        dnext = dh_before[:, 0].clone()
         if block.is_first and initial_states is not None:
             dinitial_states[block.docs] = dnext.mT.to(dinitial_states.dtype)
         dlog_a = dh_before
-        dlog_a[0].mul_(state)
-        dlog_a[1:].mul_(h[:-1])
+        dlog_a[:, 0].mul_(state)
+        dlog_a[:, 1:].mul_(h[:, :-1])
         token_dlog_a = dlog_a.flatten(0, 1)
         ddt_b = torch.mul(token_dlog_a, A_t, out=token_dh).sum(1).addcmul_(du, x_b)
         dA_t += token_dlog_a.mul_(dt_b[:, None]).sum(0)
@@ -209,12 +211,12 @@ def _recur(
     x: Tensor, dt: Tensor, log2_decay: Tensor, B: Tensor, state: Tensor, block: _Block,
     buffers: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fill two buffers with decays and states, ``(steps, num_docs, dstate, dim)``."""
-    shape = block.steps, len(block.docs), *log2_decay.shape
+    """Fill two buffers with decays and states, ``(num_docs, steps, dstate, dim)``."""
+    shape = len(block.docs), block.steps, *log2_decay.shape
     a, h = (buffer[: math.prod(shape)].view(shape) for buffer in buffers[:2])
     torch.mul(dt[:, None], log2_decay, out=a.flatten(0, 1)).exp2_()
     torch.mul((dt * x)[:, None], B[:, :, None], out=h.flatten(0, 1))
-    for step_a, step_h in zip(a.unbind(), h.unbind()):
+    for step_a, step_h in zip(a.unbind(1), h.unbind(1)):
         state = step_h.addcmul_(step_a, state)
     return a, h
 
@@ -223,8 +225,8 @@ def _recur_back(dy: Tensor, C: Tensor, a: Tensor, dafter: Tensor, buffers: Tenso
     """Fill the third buffer with the gradients of the states, given those after the block."""
     dh = buffers[2][: a.numel()].view_as(a)
     torch.mul(dy[:, None], C[:, :, None], out=dh.flatten(0, 1))
-    dh[-1] += dafter
-    steps = list(zip(a.unbind(), dh.unbind()))
+    dh[:, -1] += dafter
+    steps = list(zip(a.unbind(1), dh.unbind(1)))
     for (next_a, next_dh), (_, step_dh) in pairwise(reversed(steps)):
         step_dh.addcmul_(next_a, next_dh)
     return dh
@@ -249,7 +251,17 @@ def _log2_decay(A: Tensor) -> Tensor:
 
 
 def _buffers(count: int, A: Tensor, schedule: list[_Block]) -> Tensor:
-    return A.new_empty(count, A.numel() * max(len(block.tokens) for block in schedule))
+    """Return memory for blocks, ``(count, cells)``, that the thread keeps from call to call.
+
+    Fresh pages for every call would cost half as much again as the scan.
+    """
+    size = count * A.numel() * max(len(block.tokens) for block in schedule)
+    kept = getattr(_scratch, "memory", None)
+    if kept is None or kept.numel() < size or (kept.dtype, kept.device) != (A.dtype, A.device):
+        # training could not write into memory of an evaluation in inference mode
+        with torch.inference_mode(False):
+            kept = _scratch.memory = A.new_empty(size)
+    return kept[:size].view(count, -1)
 
 
 def _gather(t: Tensor | None, block: _Block, dtype: torch.dtype) -> Tensor | None:
