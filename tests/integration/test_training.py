@@ -6,6 +6,7 @@ same weights.
 """
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ NUM_STEPS = 4
 # the same documents in a step: two rows, by one process or by two
 ALONE = dict(accumulative_counts=2, max_iters=2 * NUM_STEPS)
 BY_TWO = dict(accumulative_counts=1, max_iters=NUM_STEPS)
-TWO = dict(NPROC_PER_NODE="2", PORT="29611")
 ON_CPU = dict(DS_ACCELERATOR="cpu")
 
 
@@ -74,6 +74,12 @@ def convert(xtuner, train, tmp_path_factory):
     return run
 
 
+def two_processes() -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return dict(NPROC_PER_NODE="2", PORT=str(free.getsockname()[1]))
+
+
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return torch.load(checkpoint, weights_only=False)["state_dict"]
 
@@ -120,7 +126,7 @@ def test_resumed_training_ends_at_the_same_bits(train, alone):
 
 
 def test_two_processes_take_the_same_steps_as_one(train, alone, initial):
-    work_dir, _ = train(**BY_TWO, **TWO)
+    work_dir, _ = train(**BY_TWO, **two_processes())
     assert_same_training(weights(work_dir / f"iter_{NUM_STEPS}.pth"), weights(alone), initial)
 
 
@@ -139,7 +145,9 @@ def test_deepspeed_in_one_process_accumulates_and_resumes(train, alone, initial)
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_takes_the_same_steps_and_converts(train, convert, alone, initial, stage):
-    work_dir, log = train("--deepspeed", f"deepspeed_zero{stage}", **BY_TWO, **TWO, **ON_CPU)
+    work_dir, log = train(
+        "--deepspeed", f"deepspeed_zero{stage}", **BY_TWO, **two_processes(), **ON_CPU
+    )
     assert "shm_comm" not in log, "a compiler was asked for"
     checkpoint = work_dir / f"iter_{NUM_STEPS}.pth"
     assert checkpoint.is_dir()
