@@ -1,5 +1,6 @@
 """process_packed_dataset: XTuner's arguments in, every token out."""
 
+import copy
 import multiprocessing
 from collections import Counter
 
@@ -257,3 +258,10 @@ def test_what_fails_on_rank_zero_fails_on_all(on_two_ranks):
     assert second == (
         f"RuntimeError: rank 0 must build the dataset for all ranks, got {first}; see its traceback"
     )
+
+
+def test_a_tokenizer_without_a_bos_token_is_refused(process, tokenizer):
+    without = copy.deepcopy(tokenizer)
+    without.bos_token = None
+    with pytest.raises(ValueError, match=r"got bos_token=None and eos_token='<eos>'"):
+        process(tokenizer=without)

@@ -1,6 +1,7 @@
 """Documents to packs to batches."""
 
 from xtuner_mamba.dataset.collate import packed_collate_fn
+from xtuner_mamba.dataset.map_fns import document_map_fn
 from xtuner_mamba.dataset.packed_dataset import PackedDataset
 from xtuner_mamba.dataset.packer import VarlenPacker
 from xtuner_mamba.dataset.plan import plan_best_fit, plan_wrap
@@ -13,6 +14,7 @@ __all__ = [
     "PackingReport",
     "RedrawSampler",
     "VarlenPacker",
+    "document_map_fn",
     "packed_collate_fn",
     "plan_best_fit",
     "plan_wrap",

@@ -16,6 +16,8 @@ from xtuner.dataset.huggingface import (
     map_dataset,
     tokenize_dataset,
 )
+from xtuner.dataset.utils import get_bos_eos_token_ids
+from xtuner.registry import BUILDER
 
 from xtuner_mamba.dataset.documents import TokenizedDocuments
 from xtuner_mamba.dataset.packed_dataset import PLANNERS, PackedDataset, pack_documents
@@ -95,17 +97,19 @@ def process_packed_dataset(
     )
 
     def build() -> PackedDataset:
+        if do_dataset_tokenization:
+            built_tokenizer = _build_tokenizer(tokenizer)
         rows = build_origin_dataset(dataset, split)
         if max_dataset_length is not None:
             rows = _sample(rows, max_dataset_length, seed)
         num_proc = _num_proc(map_num_proc, len(rows))
         rows = _map(rows, dataset_map_fn, template_map_fn, rename_maps, num_proc)
         if do_dataset_tokenization:
-            _check_conversations(rows, tokenizer)
+            _check_conversations(rows)
             # XTuner cuts documents at max_length without a word: too_long decides instead
             rows = tokenize_dataset(
                 rows,
-                tokenizer,
+                built_tokenizer,
                 max_length=sys.maxsize,
                 with_image_token=with_image_token,
                 input_ids_with_output=input_ids_with_output,
@@ -177,12 +181,25 @@ def _map(
     return rows
 
 
-def _check_conversations(rows: Dataset, tokenizer: Any) -> None:
+def _build_tokenizer(tokenizer: Any) -> Any:
     if tokenizer is None:
         raise ValueError(
             "tokenizer must be given to tokenize, got None; set do_dataset_tokenization=False "
             "for a dataset that has input_ids and labels"
         )
+    if isinstance(tokenizer, dict):
+        tokenizer = BUILDER.build(tokenizer)
+    bos, eos = get_bos_eos_token_ids(tokenizer)
+    if bos is None or eos is None:
+        raise ValueError(
+            f"tokenizer must have a BOS and an EOS token, got bos_token={tokenizer.bos_token!r} "
+            f"and eos_token={tokenizer.eos_token!r}; XTuner puts them around every document: pass "
+            "bos_token=... and eos_token=... to from_pretrained"
+        )
+    return tokenizer
+
+
+def _check_conversations(rows: Dataset) -> None:
     if "conversation" not in rows.column_names:
         raise ValueError(
             f"rows must have the column conversation to be tokenized, got {rows.column_names}; "

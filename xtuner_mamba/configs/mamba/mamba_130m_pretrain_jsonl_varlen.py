@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from xtuner.engine.hooks import DatasetInfoHook, EvaluateChatHook
 from xtuner.engine.runner import TrainLoop
 
-from xtuner_mamba.dataset import packed_collate_fn, process_packed_dataset
+from xtuner_mamba.dataset import document_map_fn, packed_collate_fn, process_packed_dataset
 from xtuner_mamba.engine import MambaOptimWrapperConstructor
 from xtuner_mamba.engine.hooks import PackedLayoutHook
 from xtuner_mamba.model import PackedSupervisedFinetune
@@ -55,12 +55,6 @@ save_total_limit = 2  # Maximum checkpoints to keep (-1 means unlimited)
 # Evaluate the generation performance during the training
 evaluation_freq = 1000
 evaluation_inputs = ["The capital of France is", "Once upon a time"]
-
-
-# XTuner's pretrain_map_fn leaves out the EOS, and a document would never learn to end
-def document_map_fn(example):
-    return dict(conversation=[dict(input="", output=example["text"])])
-
 
 # PART 2  Model & Tokenizer
 tokenizer = dict(
