@@ -6,10 +6,14 @@ import sys
 import pytest
 import torch
 from hypothesis import settings
+from torch.utils._device import _device_constructors
 
 if not torch.cuda.is_available():
     # read when Triton is first imported; kernels then run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# torch.device("meta") knows constructors by identity: it must collect them before they are replaced
+_device_constructors()
 
 settings.register_profile("deterministic", derandomize=True, deadline=None)
 settings.load_profile("deterministic")

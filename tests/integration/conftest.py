@@ -14,19 +14,12 @@ from types import ModuleType
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch.utils._device import _device_constructors
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 from xtuner.configs import cfgs_name_path
 
 from xtuner_mamba.integration.templates import templates
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _nan_in_empty_tensors():
-    """Leave torch's constructors alone here: a device context knows them by identity."""
-    _device_constructors.cache_clear()
 
 
 @pytest.fixture(scope="session")

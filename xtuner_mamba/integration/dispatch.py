@@ -9,7 +9,7 @@ from types import ModuleType
 
 from torch import nn
 
-from xtuner_mamba.model.dispatch import DISPATCH_TABLE, dispatch_packed, token_mixers
+from xtuner_mamba.model.dispatch import DISPATCH_TABLE, dispatch_packed
 
 
 def dispatch_per_class(dispatch: ModuleType) -> None:
@@ -48,14 +48,9 @@ def dispatch_varlen(model: nn.Module, dispatch: ModuleType) -> None:
             "`pip install flash-attn`, or train with use_varlen_attn=False"
         )
     # first, since it raises before anything is replaced
-    if not others or not set(DISPATCH_TABLE).isdisjoint(token_mixers(model)):
-        counts = dispatch_packed(model, also_covered=theirs).counts
+    counts = dispatch_packed(model, also_covered=theirs).counts
+    if counts:
         print_log(f"Dispatch packed forwards: {counts}", "current")
-    elif leaking := sorted(set(token_mixers(model)) - set(theirs)):
-        raise RuntimeError(
-            f"every token-mixing layer of {type(model).__name__} must have a varlen path, got "
-            f"none for {leaking}; train with use_varlen_attn=False"
-        )
     for module in others:
         forward = theirs[type(module).__name__].build()
         module.forward = types.MethodType(forward, module)

@@ -70,18 +70,17 @@ def dispatch_packed(model: nn.Module, also_covered: Iterable[str] = ()) -> Dispa
             f"none for {leaking}; they would carry one document into the next: train with "
             f"use_varlen_attn=False, or use a model of {sorted(DISPATCH_TABLE)}"
         )
-    known = {name: modules for name, modules in found.items() if name in DISPATCH_TABLE}
-    if not known:
+    if not found:
         seen = sorted({type(module).__name__ for module in model.modules()})
         raise RuntimeError(
             f"{type(model).__name__} must have a layer of {sorted(DISPATCH_TABLE)}, got only "
             f"{seen}; nothing was dispatched, so packed documents would leak"
         )
     previous = []
-    for name, modules in known.items():
+    for name in DISPATCH_TABLE.keys() & found.keys():
         module_name, function_name = DISPATCH_TABLE[name].split(":")
         forward = getattr(import_module(module_name), function_name)
-        for module in modules:
+        for module in found[name]:
             had = module.__dict__.get("forward")
             if getattr(had, "__func__", None) is forward:
                 continue
