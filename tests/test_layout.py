@@ -156,6 +156,14 @@ def test_xtuners_own_hook_is_enough(hub):
     assert current_layout() is layout
 
 
+def test_the_inner_block_gives_back_what_xtuners_own_hook_had_published(hub):
+    hub.update_info("cumulative_len_rank_0", offsets(0, 3, 5))
+    with PackedLayout.from_lengths([4]).published():
+        assert current_layout().lengths == (4,)
+    assert current_layout().lengths == (3, 2)
+    assert hub.get_info("cumulative_len_rank_0").tolist() == [0, 3, 5]
+
+
 def test_a_stale_layout_gives_way_to_xtuners_new_offsets(hub):
     publish_layout(PackedLayout.from_lengths([3, 2]), torch.tensor(2.5))
     # XTuner's hook knows nothing of our keys, and withdraws only its own

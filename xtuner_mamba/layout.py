@@ -147,7 +147,7 @@ class PackedLayout:
         For scripts and tests: in training, ``PackedLayoutHook`` does this for every iteration.
         Keep the backward inside the block, since activation checkpointing runs the mixers again.
         """
-        previous = _hub().get_info(_key("packed_layout")), _hub().get_info(_key("mean_targets"))
+        previous = current_layout(), current_mean_targets()
         publish_layout(self)
         try:
             yield self
