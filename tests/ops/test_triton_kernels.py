@@ -18,7 +18,6 @@ from xtuner_mamba.ops.causal_conv1d.triton_fwd import tokens_of_a_program
 from xtuner_mamba.ops.selective_scan import triton_bwd
 from xtuner_mamba.ops.selective_scan.triton_fwd import CHUNK
 from xtuner_mamba.testing import (
-    assert_as_accurate_as_eager,
     conv_oracle,
     documents,
     eighths,
@@ -26,7 +25,6 @@ from xtuner_mamba.testing import (
     make_conv_inputs,
     make_scan_inputs,
     outputs_and_grads,
-    pooled,
     relative_rms,
     scan_oracle,
     with_document_replaced,
@@ -53,8 +51,37 @@ def run(op, inputs, *, impl="triton", **options):
     return {name: t.cpu() for name, t in results.items()}
 
 
-def exact_results(op, inputs, **options):
-    return outputs_and_grads(ORACLES[op], in_float64(inputs), **OPTIONS[op] | options)
+def assert_as_accurate_as_eager(op, draws, *, select=lambda inputs, results: results, **options):
+    """Check that the kernels err at most twice as much as eager PyTorch, on average and at worst.
+
+    Errors are taken relative to their tensor and averaged over the draws: which of two correct
+    results is off by more in its largest few numbers is luck, and turns with the seed.
+    """
+    kernels, eager, exact = [], [], []
+    for inputs in draws:
+        kernels.append(select(inputs, run(op, inputs, **options)))
+        eager.append(select(inputs, run(op, inputs, impl="reference", **options)))
+        oracle = outputs_and_grads(ORACLES[op], in_float64(inputs), **OPTIONS[op] | options)
+        exact.append(select(inputs, oracle))
+    assert kernels[0].keys() == exact[0].keys()
+    for name in exact[0]:
+        triples = [(a[name], e[name], x[name]) for a, e, x in zip(kernels, eager, exact)]
+        assert all(a.dtype == e.dtype and a.shape == x.shape for a, e, x in triples), name
+        eps = torch.finfo(triples[0][0].dtype).eps
+        # one correct rounding of the exact result errs by about eps / 4 (rms) and eps / 2 (worst)
+        for norm, rounding in ((torch.linalg.vector_norm, eps / 4), (worst, eps / 2)):
+            errors = [mean_error(norm, results, triples) for results in (0, 1)]
+            allowed = 2 * max(errors[1], rounding)
+            assert errors[0] <= allowed, f"{name}: {errors[0]:.2e} in {norm.__name__}, {allowed=}"
+
+
+def mean_error(norm, i_result, triples):
+    errors = [norm(t[i_result].double() - t[2]) / norm(t[2]) for t in triples]
+    return torch.stack(errors).mean().item()
+
+
+def worst(t):
+    return t.abs().max()
 
 
 # a document shorter than a filter, one longer than a group of the kernels
@@ -88,19 +115,19 @@ SCAN_DRAWS = [
     dict(lengths=[3, 4, 1], dim=136, dstate=16),
     dict(lengths=[1, 1, 1, 1, 1], dim=120, dstate=16),
     dict(lengths=[5, CHUNK + 1], dim=120, dstate=16),
-    dict(lengths=[2 * CHUNK], dim=128, dstate=2),
+    dict(lengths=[2 * CHUNK], dim=128, dstate=16),
     dict(lengths=[9, 4], dim=120, dstate=5),
     dict(lengths=[9, 4], dim=120, dstate=24),
     dict(lengths=[3], dim=120, dstate=64),
 ]
 EDGE = tokens_of_a_program(1)
 CONV_DRAWS = [
-    dict(lengths=[1], dim=250, width=4),
-    dict(lengths=[3, 4, 1], dim=600, width=4),
-    dict(lengths=[1, 1, 1, 1, 1], dim=250, width=3),
-    dict(lengths=[EDGE - 1, EDGE + 1, EDGE], dim=250, width=4),
-    dict(lengths=[2 * EDGE + 3], dim=250, width=2),
-    dict(lengths=[7, 1, 9], dim=250, width=8),
+    dict(lengths=[1], dim=100, width=4),
+    dict(lengths=[3, 4, 1], dim=520, width=4),
+    dict(lengths=[1, 1, 1, 1, 1], dim=100, width=3),
+    dict(lengths=[EDGE - 1, EDGE + 1, EDGE], dim=100, width=4),
+    dict(lengths=[2 * EDGE + 3], dim=100, width=2),
+    dict(lengths=[7, 1, 9], dim=100, width=8),
 ]
 DRAWS = {"scan": SCAN_DRAWS, "conv": CONV_DRAWS}
 LONG_DRAWS = {
@@ -114,65 +141,69 @@ LONG_DRAWS = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rounds_no_worse_than_eager(op, dtype):
-    shapes = DRAWS[op] + LONG_DRAWS[op] * GPU
+    shapes = DRAWS[op] + LONG_DRAWS[op]
+    if not GPU:
+        # half precision differs in its loads and stores alone
+        shapes = DRAWS[op] if dtype == torch.float32 else DRAWS[op][1::2]
     draws = [MAKERS[op](**shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
-    actual = pooled([run(op, inputs) for inputs in draws])
-    eager = pooled([run(op, inputs, impl="reference") for inputs in draws])
-    exact = pooled([exact_results(op, inputs) for inputs in draws])
-    assert actual.keys() == exact.keys()
-    for name in exact:
-        assert_as_accurate_as_eager(name, actual[name], eager[name], exact[name])
+    assert_as_accurate_as_eager(op, draws)
+
+
+def test_the_tolerance_sees_a_sum_in_half_precision(op, monkeypatch):
+    original = OPS[op]
+
+    def sums_in_half(impl, **tensors):
+        y, states = original(impl="reference", **tensors)
+        # what a partial sum of 2 would have done to the result
+        return (y + 2) - 2 if impl == "triton" else y, states
+
+    monkeypatch.setitem(OPS, op, sums_in_half)
+    draws = [MAKERS[op]([3, 9], dim=24, dtype=torch.float16, seed=seed) for seed in range(4)]
+    with pytest.raises(AssertionError, match=r"y: .* in linalg_vector_norm, allowed="):
+        assert_as_accurate_as_eager(op, draws)
 
 
 @pytest.mark.parametrize("absent", ["D", "z", "dt_bias", "initial_states", "dt_softplus", "all"])
 def test_scan_without_what_is_optional(absent):
-    draws = [make_scan_inputs([3, 6], dim=24, dstate=4, seed=seed) for seed in range(4)]
+    draws = [make_scan_inputs([2, 5], dim=64, dstate=4, seed=seed) for seed in range(2)]
     names = ["D", "z", "dt_bias", "initial_states"] if absent == "all" else [absent]
     softplus = absent not in ("dt_softplus", "all")
     for inputs in draws:
         for name in names:
             inputs.pop(name, None)
         if not softplus:
-            inputs["dt"] = inputs["dt"].abs()
-    results = functools.partial(run, "scan", dt_softplus=softplus)
-    actual = pooled([results(inputs) for inputs in draws])
-    eager = pooled([results(inputs, impl="reference") for inputs in draws])
-    exact = pooled([exact_results("scan", inputs, dt_softplus=softplus) for inputs in draws])
-    assert actual.keys() == exact.keys()
-    for name in exact:
-        assert_as_accurate_as_eager(name, actual[name], eager[name], exact[name])
+            # without a softplus the caller sees to it that step sizes are positive
+            inputs |= {name: inputs[name].abs() for name in ("dt", "dt_bias") if name in inputs}
+    assert_as_accurate_as_eager("scan", draws, dt_softplus=softplus)
 
 
 @pytest.mark.parametrize("absent", ["bias", "initial_states", "activation"])
 def test_conv_without_what_is_optional(absent):
-    draws = [make_conv_inputs([3, 20], dim=24, seed=seed) for seed in range(3)]
-    activation = None if absent == "activation" else "silu"
+    draws = [make_conv_inputs([2, 17], dim=64, seed=seed) for seed in range(2)]
     for inputs in draws:
         inputs.pop(absent, None)
-    results = functools.partial(run, "conv", activation=activation)
-    actual = pooled([results(inputs) for inputs in draws])
-    eager = pooled([results(inputs, impl="reference") for inputs in draws])
-    exact = pooled([exact_results("conv", inputs, activation=activation) for inputs in draws])
-    assert actual.keys() == exact.keys()
-    for name in exact:
-        assert_as_accurate_as_eager(name, actual[name], eager[name], exact[name])
+    activation = None if absent == "activation" else "silu"
+    assert_as_accurate_as_eager("conv", draws, activation=activation)
 
 
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 30.0, 80.0])
-def test_step_sizes_of_every_magnitude(magnitude):
-    """Softplus far to the left is exp, far to the right its argument."""
-    inputs = make_scan_inputs([4], dim=128, dstate=2)
-    inputs["dt"] = inputs["dt"].sign() * magnitude
-    del inputs["dt_bias"]
-    inputs["A"] = inputs["A"] / 100
-    actual, eager = run("scan", inputs), run("scan", inputs, impl="reference")
-    exact = exact_results("scan", inputs)
-    # not all of one size, so that small ones are not hidden behind large ones
-    right = (inputs["dt"] > 0)[0]
-    for name in ("y", "dx", "ddt"):
-        for side in (right, ~right):
-            parts = [results[name][0][side] for results in (actual, eager, exact)]
-            assert_as_accurate_as_eager(f"{name} at {magnitude}", *parts)
+@pytest.mark.parametrize("right", [True, False], ids=["positive", "negative"])
+def test_step_sizes_of_every_magnitude(magnitude, right):
+    """Softplus far to the left is exp, far to the right its argument.
+
+    One sign at a time, or the errors of small step sizes would hide behind large ones.
+    """
+    draws = [make_scan_inputs([4], dim=128, dstate=2, seed=seed) for seed in range(3)]
+    for inputs in draws:
+        inputs["dt"] = inputs["dt"].sign() * magnitude
+        inputs["A"] = inputs["A"] / 100
+        del inputs["dt_bias"]
+
+    def select(inputs, results):
+        side = (inputs["dt"] > 0)[0] == right
+        return {name: results[name][0][side] for name in ("y", "dx", "ddt")}
+
+    assert_as_accurate_as_eager("scan", draws, select=select)
 
 
 def test_packed_equals_each_document_alone(op):
@@ -237,8 +268,8 @@ def test_documents_that_share_a_program_do_not_meet(monkeypatch):
         assert torch.equal(together[name], apart[name]), name
     for name in ("dA", "dD", "ddt_bias"):
         assert relative_rms(together[name], apart[name]) < 3e-7, name
-    # the sums were formed in another order: the documents did share one
-    assert not torch.equal(together["dA"], apart["dA"])
+    # summed in another order: the documents did share a program
+    assert any(not torch.equal(together[name], apart[name]) for name in ("dA", "dD", "ddt_bias"))
 
 
 def test_same_bits_twice(op):

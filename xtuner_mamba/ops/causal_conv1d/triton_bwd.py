@@ -248,7 +248,7 @@ def _conv_bwd(
     """
     (total, dim), width, num_seqs = x.shape, weight.shape[1], len(cu_seqlens) - 1
     dx = torch.empty((total, dim), dtype=x.dtype, device=x.device)
-    block_t, block_d = tokens_of_a_program(total), 256
+    block_t, block_d, num_warps = tokens_of_a_program(total), 128, 2
     num_blocks = triton.cdiv(dim, block_d)
     num_parts = triton.cdiv(total, block_t)
     dfilter = None
@@ -258,7 +258,7 @@ def _conv_bwd(
     _conv_bwd_kernel[(num_blocks * num_parts,)](
         x, weight, bias, initial_states, cu_seqlens, seq_idx, dy, dfinal_states, dx, dfilter,
         x.stride(0), dy.stride(0), total, dim, block_t,
-        WIDTH=width, SILU=silu, BLOCK_D=block_d, GROUP=GROUP, num_warps=4,
+        WIDTH=width, SILU=silu, BLOCK_D=block_d, GROUP=GROUP, num_warps=num_warps,
     )  # fmt: skip
     dweight = dbias = dinitial_states = None
     if dfilter is not None:
@@ -269,6 +269,6 @@ def _conv_bwd(
         _conv_bwd_states_kernel[(num_blocks * num_seqs,)](
             x, weight, bias, initial_states, cu_seqlens, dy, dfinal_states, dinitial_states,
             x.stride(0), dy.stride(0), dim,
-            WIDTH=width, SILU=silu, BLOCK_D=block_d, num_warps=4,
+            WIDTH=width, SILU=silu, BLOCK_D=block_d, num_warps=num_warps,
         )  # fmt: skip
     return dx, dweight, dbias, dinitial_states

@@ -19,7 +19,7 @@ from xtuner_mamba.ops.causal_conv1d.triton_window import (
 from xtuner_mamba.ops.triton_math import silu
 
 # rows whose loads are under way together
-GROUP = 4
+GROUP = 8
 
 
 @triton.jit

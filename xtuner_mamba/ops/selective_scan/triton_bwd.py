@@ -63,7 +63,6 @@ def _scan_bwd_kernel(
     b_bias = tl.zeros((BLOCK_D,), dtype=tl.float32)
     if dt_bias is not None:
         b_bias = tl.load(dt_bias + o_d, mask=m_d, other=0.0).to(tl.float32)
-    b_dA = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     b_dD, b_dD_rest = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
     b_dbias, b_dbias_rest = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
 
@@ -113,6 +112,7 @@ def _scan_bwd_kernel(
             num_subs = tl.cdiv(num_tokens, SUB)
             b_rows = _load_rows(p_rows, strides, m_d, (num_subs - 1) * SUB, num_tokens, SUB)
             b_BC = _load_BC(p_BC, m_n, (num_subs - 1) * SUB, num_tokens, DSTATE)
+            b_dA = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
             for i_done_sub in range(0, num_subs):
                 first_row = (num_subs - 1 - i_done_sub) * SUB
                 b_hs, b_tokens, b_BC, b_dD_sub = _sub_fwd(
@@ -129,13 +129,15 @@ def _scan_bwd_kernel(
                 )  # fmt: skip
                 b_dD, b_dD_rest = add_compensated(b_dD, b_dD_rest, b_dD_sub)
                 b_dbias, b_dbias_rest = add_compensated(b_dbias, b_dbias_rest, b_dbias_sub)
+            if dA is not None:
+                # chunk by chunk: one long sum would round more, a second one needs registers
+                p_dA = dA + i_group.to(tl.int64) * DSTATE * dim + o_h
+                tl.store(p_dA, tl.load(p_dA, mask=m_h, other=0.0) + b_dA, mask=m_h)
             tl.debug_barrier()
 
         if dinitial_states is not None:
             tl.store(dinitial_states + i_seq * DSTATE * dim + o_h, b_carry, mask=m_h)
 
-    if dA is not None:
-        tl.store(dA + i_group.to(tl.int64) * DSTATE * dim + o_h, b_dA, mask=m_h)
     if dD is not None:
         tl.store(dD + i_group.to(tl.int64) * dim + o_d, b_dD, mask=m_d)
     if ddt_bias is not None:
@@ -296,7 +298,7 @@ def _scan_bwd(
 
     dx, ddt = (torch.empty((total, dim), dtype=t.dtype, device=x.device) for t in (x, dt))
     dz = torch.empty((total, dim), dtype=z.dtype, device=x.device) if needs_dz else None
-    dA = partial(needs_dA, num_groups, dstate, dim)
+    dA = A.new_zeros(num_groups, dstate, dim) if needs_dA else None
     dBC = partial(needs_dBC, triton.cdiv(dim, 32), total, 2 * dstate)
     dD = partial(D is not None, num_groups, dim)
     ddt_bias = partial(dt_bias is not None, num_groups, dim)

@@ -100,15 +100,16 @@ def _scan_fwd(
         chunk_states = A.new_empty(total // CHUNK, dstate, dim)
 
     block_n = triton.next_power_of_2(dstate)
-    # two channels a thread, as many as a thread copies to shared memory in 4 bytes of half a width
-    vector = 1 if x.dtype == torch.float32 or block_n > 16 else 2
-    num_warps = 4
-    block_d = 32 * vector * num_warps
-    _scan_fwd_kernel[(triton.cdiv(dim, block_d) * num_seqs,)](
+    shape = {"VECTOR": 1, "BLOCK_D": 128}
+    if x.element_size() == 2 and block_n <= 16:
+        # two channels a thread are the 4 bytes that a copy to shared memory takes at least; 128
+        # registers let four programs run on a multiprocessor, where Triton's choice lets two
+        shape = {"VECTOR": 2, "BLOCK_D": 256, "maxnreg": 128}
+    _scan_fwd_kernel[(triton.cdiv(dim, shape["BLOCK_D"]) * num_seqs,)](
         x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order,
         y, final_states, chunk_states,
         x.stride(0), dt.stride(0), 0 if z is None else z.stride(0), dim,
         SOFTPLUS=dt_softplus, DSTATE=dstate, CHUNK=CHUNK,
-        BLOCK_N=block_n, BLOCK_D=block_d, VECTOR=vector, NUM_STAGES=4, num_warps=num_warps,
+        BLOCK_N=block_n, NUM_STAGES=4, num_warps=4, **shape,
     )  # fmt: skip
     return y, final_states, chunk_states
