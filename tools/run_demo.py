@@ -72,7 +72,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--workdir", type=Path, default=Path(), help="existing folder that gets the folder demo/"
     )
     sizes = parser.add_argument_group("sizes, to make it shorter or longer")
-    sizes.add_argument("--chars", type=int, default=1_400_000, help="of source text (%(default)s)")
+    sizes.add_argument("--chars", type=int, default=1_100_000, help="of source text (%(default)s)")
     sizes.add_argument("--vocab-size", type=int, default=4096, help="(%(default)s)")
     sizes.add_argument("--hidden-size", type=int, default=256, help="(%(default)s)")
     sizes.add_argument("--layers", type=int, default=4, help="(%(default)s)")
