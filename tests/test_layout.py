@@ -104,6 +104,14 @@ def test_offsets_are_read_once_until_somebody_writes_into_them(monkeypatch):
         check_cu_seqlens(cu_seqlens, total=6)
 
 
+def test_layouts_can_be_made_in_inference_mode():
+    with torch.inference_mode():
+        layout = PackedLayout.from_lengths([3, 2])
+        check_cu_seqlens(layout.cu_seqlens, 5)
+        with pytest.raises(ValueError, match="the row's 6 tokens, got 5"):
+            check_cu_seqlens(layout.cu_seqlens, 6)
+
+
 def test_covers_the_batch_it_was_packed_with():
     layout = PackedLayout.from_lengths([3, 1, 4])
     layout.check_covers(1, 8)

@@ -145,7 +145,8 @@ class PackedLayout:
         """Put the layout where the dispatched mixers look for it, and take it back at the end.
 
         For scripts and tests: in training, ``PackedLayoutHook`` does this for every iteration.
-        Keep the backward inside the block, since activation checkpointing runs the mixers again.
+        Keep the backward inside the same block, since activation checkpointing runs the mixers
+        again: under the layout that is published then, be it another one of as many tokens.
         """
         previous = current_layout(), current_mean_targets()
         publish_layout(self)
@@ -170,15 +171,19 @@ def check_cu_seqlens(cu_seqlens: Tensor, total: int) -> None:
     Raises:
         ValueError: The dtype, the shape or the values are wrong.
     """
-    if getattr(cu_seqlens, "_checked", None) != (cu_seqlens._version, total):
+    if getattr(cu_seqlens, "_checked", None) != (_version(cu_seqlens), total):
         _check_offsets(cu_seqlens, total)
         _mark_checked(cu_seqlens, total)
 
 
 def _mark_checked(cu_seqlens: Tensor, total: int) -> Tensor:
-    # the version counter rises when somebody writes into the tensor
-    cu_seqlens._checked = (cu_seqlens._version, total)
+    cu_seqlens._checked = (_version(cu_seqlens), total)
     return cu_seqlens
+
+
+def _version(cu_seqlens: Tensor) -> int | None:
+    # rises when somebody writes into the tensor; one of inference mode does not count
+    return None if cu_seqlens.is_inference() else cu_seqlens._version
 
 
 def _check_offsets(cu_seqlens: Tensor, total: int | None) -> None:

@@ -181,6 +181,16 @@ def test_a_batch_without_boundaries_is_refused_with_what_it_holds():
         PackedLayoutHook().before_train_iter(None, 0, batch)
 
 
+def test_a_batch_of_no_collate_function_is_refused():
+    batch = {"input_ids": [1], "labels": [1]}
+    with pytest.raises(
+        ValueError, match=r"got \['input_ids', 'labels'\]; set collate_fn"
+    ):
+        next(StepWindows(iter([batch]), 1, max_iters=1))
+    with pytest.raises(ValueError, match=r"hold data, got list"):
+        PackedLayoutHook().before_val_iter(None, 0, [batch])
+
+
 def test_boundaries_that_do_not_cover_the_row_are_refused():
     batch = collate([make_pack([3, 1], seed=0)])
     batch["data"]["input_ids"] = torch.ones(1, 9)

@@ -122,7 +122,7 @@ def test_every_class_gets_its_own_forward(dispatch):
     dispatch.dispatch_varlen_attn_forward(model)
     assert [model[0](), model[1]()] == ["first", "second"]
     mixer = model[2].backbone.layers[0].mixer
-    assert mixer.forward.__func__.__module__ == "xtuner_mamba.model.dispatch.mamba"
+    assert mixer.forward.func.__module__ == "xtuner_mamba.model.dispatch.mamba"
 
 
 def test_xtuner_gives_the_first_forward_to_all(dispatch, pristine):

@@ -66,6 +66,17 @@ def test_a_copy_of_a_dispatched_model_uses_its_own_weights(model):
         assert model(torch.tensor([[1, 2, 3]])).logits.abs().max() > 0
 
 
+def test_a_dispatched_model_survives_pickling(model, tmp_path):
+    dispatch_packed(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    with PackedLayout.from_lengths([2, 1]).published():
+        input_ids = torch.tensor([[1, 2, 3]])
+        assert torch.equal(loaded(input_ids).logits, model(input_ids).logits)
+    with pytest.raises(RuntimeError, match="got none"):
+        loaded(input_ids)
+
+
 def test_attention_without_a_varlen_path_is_refused_by_name():
     config = LlamaConfig(
         vocab_size=20,

@@ -68,7 +68,7 @@ PATCHES = (
     Patch(
         after="xtuner.engine._strategy.deepspeed",
         function="deepspeed:start_single_process",
-        needs=("DeepSpeedStrategy._wrap_model",),
+        needs=("DeepSpeedStrategy.build_model",),
         checked_on="xtuner 0.2.0, mmengine 0.10.6, deepspeed 0.16.2",
     ),
     Patch(

@@ -133,12 +133,13 @@ def gather_whole_mixers(strategy: ModuleType) -> None:
 def start_single_process(strategy: ModuleType) -> None:
     """Let DeepSpeed run in the only process of a training, as in ``xtuner train FILE``.
 
-    Without a launcher's variables it asks MPI for them, and stops where mpi4py is missing.
+    Without a launcher's variables it asks MPI for them, and stops where mpi4py is missing: ZeRO-3
+    already while the model is built.
     """
-    wrap = strategy.DeepSpeedStrategy._wrap_model
+    build = strategy.DeepSpeedStrategy.build_model
 
-    @functools.wraps(wrap)
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    @functools.wraps(build)
+    def build_model(self, model: nn.Module | dict) -> nn.Module:
         if not is_distributed():
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
@@ -150,6 +151,6 @@ def start_single_process(strategy: ModuleType) -> None:
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
             )
-        return wrap(self, model)
+        return build(self, model)
 
-    strategy.DeepSpeedStrategy._wrap_model = wrap_model
+    strategy.DeepSpeedStrategy.build_model = build_model

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from mmengine import print_log
 from torch import Tensor, nn
 from xtuner.model import SupervisedFinetune
+from xtuner.model.utils import find_all_linear_names
 
 from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout, current_layout, current_mean_targets
-from xtuner_mamba.model.dispatch import dispatch_packed
+from xtuner_mamba.model.dispatch import DISPATCH_TABLE, dispatch_packed, token_mixers
 
 KEEP_FLOAT32 = ("A_log", "D")
 """Parameters of a Mamba mixer that a low-precision model keeps in float32 (Mamba's own rule)."""
@@ -68,6 +69,15 @@ class PackedSupervisedFinetune(SupervisedFinetune):
             if dispatched.counts:
                 print_log(f"Dispatch packed forwards: {dispatched.counts}", "current")
         return llm
+
+    def _prepare_for_lora(self, *args, **kwargs) -> None:
+        has_mamba = not set(DISPATCH_TABLE).isdisjoint(token_mixers(self.llm))
+        if has_mamba and self.lora.target_modules is None:
+            # PEFT refuses out_proj of a Mamba, whose weight mamba_ssm's kernels read
+            names = set(find_all_linear_names(self.llm)) - {"out_proj"}
+            self.lora.target_modules = sorted(names)
+            print_log(f"LoRA on {sorted(names)}; PEFT takes no out_proj of a Mamba", "current")
+        super()._prepare_for_lora(*args, **kwargs)
 
     def forward(self, data: dict, data_samples=None, mode: str = "loss"):
         """Run XTuner's forward, under ``autocast_dtype`` if there is one."""

@@ -42,7 +42,7 @@ class PackedLayoutHook(Hook):
     def _before_iter(
         self, runner: Runner, batch_idx: int, data_batch: dict, mode: str = "train"
     ) -> None:
-        data = data_batch["data"]
+        data = data_of_batch(data_batch)
         layout = layout_of_batch(data)
         del data["cumulative_len"]
         data.pop("max_seqlen", None)
@@ -78,7 +78,7 @@ class StepWindows:
             count = min(self._micro_steps, max(self._left, 1))
             self._window.extend(next(self._batches) for _ in range(count))
             self._left -= count
-            mean = mean_targets([batch["data"] for batch in self._window])
+            mean = mean_targets([data_of_batch(batch) for batch in self._window])
             for batch in self._window:
                 batch["data"]["mean_targets"] = mean
         return self._window.popleft()
@@ -111,6 +111,21 @@ def mean_targets(window: list[dict]) -> Tensor:
     if get_world_size() > 1:
         all_reduce(total)
     return total.clamp(min=1) / (len(window) * get_world_size())
+
+
+def data_of_batch(batch: dict) -> dict:
+    """Return what the collate function made for the model.
+
+    Raises:
+        ValueError: The batch is not of one of XTuner's collate functions, or of ours.
+    """
+    if not isinstance(batch, dict) or "data" not in batch:
+        got = sorted(batch) if isinstance(batch, dict) else type(batch).__name__
+        raise ValueError(
+            f"the batch must hold data, got {got}; set collate_fn=dict(type=packed_collate_fn) in "
+            "the dataloader"
+        )
+    return batch["data"]
 
 
 def layout_of_batch(data: dict) -> PackedLayout:

@@ -1,10 +1,10 @@
 """Which layers mix tokens, and what replaces their forward when rows hold packed documents."""
 
 import re
-import types
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 
 from torch import nn
@@ -24,7 +24,7 @@ class Dispatched:
 
     counts: dict[str, int]
     """Layers replaced, by class name."""
-    _previous: tuple[tuple[nn.Module, types.MethodType | None], ...]
+    _previous: tuple[tuple[nn.Module, Callable | None], ...]
 
     def undo(self) -> None:
         """Give every layer the forward back that it had."""
@@ -82,8 +82,9 @@ def dispatch_packed(model: nn.Module, also_covered: Iterable[str] = ()) -> Dispa
         forward = getattr(import_module(module_name), function_name)
         for module in found[name]:
             had = module.__dict__.get("forward")
-            if getattr(had, "__func__", None) is forward:
+            if getattr(had, "func", None) is forward:
                 continue
             previous.append((module, had))
-            module.forward = types.MethodType(forward, module)
+            # not a method, which would be pickled by a name that the class does not have
+            module.forward = partial(forward, module)
     return Dispatched(dict(Counter(type(m).__name__ for m, _ in previous)), tuple(previous))
