@@ -183,9 +183,7 @@ def test_a_batch_without_boundaries_is_refused_with_what_it_holds():
 
 def test_a_batch_of_no_collate_function_is_refused():
     batch = {"input_ids": [1], "labels": [1]}
-    with pytest.raises(
-        ValueError, match=r"got \['input_ids', 'labels'\]; set collate_fn"
-    ):
+    with pytest.raises(ValueError, match=r"got \['input_ids', 'labels'\]; set collate_fn"):
         next(StepWindows(iter([batch]), 1, max_iters=1))
     with pytest.raises(ValueError, match=r"hold data, got list"):
         PackedLayoutHook().before_val_iter(None, 0, [batch])
