@@ -14,7 +14,7 @@ import triton
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.ops import causal_conv1d, selective_scan
-from xtuner_mamba.ops.causal_conv1d.triton_fwd import tokens_of_a_program
+from xtuner_mamba.ops.causal_conv1d.triton_fwd import GROUP, tokens_of_a_program
 from xtuner_mamba.ops.selective_scan import triton_bwd
 from xtuner_mamba.ops.selective_scan.triton_fwd import CHUNK
 from xtuner_mamba.testing import (
@@ -126,6 +126,8 @@ CONV_DRAWS = [
     dict(lengths=[3, 4, 1], dim=520, width=4),
     dict(lengths=[1, 1, 1, 1, 1], dim=100, width=3),
     dict(lengths=[EDGE - 1, EDGE + 1, EDGE], dim=100, width=4),
+    # groups that start at the last token whose taps still reach the document before, and after it
+    dict(lengths=[GROUP - 2, 2 * GROUP - 1, GROUP], dim=100, width=4),
     dict(lengths=[2 * EDGE + 3], dim=100, width=2),
     dict(lengths=[7, 1, 9], dim=100, width=8),
 ]
