@@ -64,6 +64,46 @@ def test_documents_without_tokens_are_refused(lengths):
 
 
 @pytest.mark.parametrize(
+    ("lengths", "got"),
+    [
+        ([2.7, 1], r"\[2.7, 1\]"),
+        ([2, "3"], r"\[2, '3'\]"),
+        ("23", r"\['2', '3'\]"),
+        ([2, None], r"\[2, None\]"),
+        (torch.tensor([2.0, 3.0]), r"\[tensor\(2.\), tensor\(3.\)\]"),
+    ],
+    ids=str,
+)
+def test_lengths_that_are_no_integers_are_refused(lengths, got):
+    with pytest.raises(ValueError, match=f"lengths must be integers, got {got}; count"):
+        PackedLayout.from_lengths(lengths)
+
+
+def test_more_tokens_than_int32_counts_are_refused():
+    most = 2**31 - 1
+    assert PackedLayout.from_lengths([most - 5, 5]).cu_seqlens.tolist() == [0, most - 5, most]
+    for lengths in ([most, 1], [2**70]):
+        with pytest.raises(ValueError, match=f"at most {most} tokens, got {sum(lengths)}; pack"):
+            PackedLayout.from_lengths(lengths)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (1, 7), (2, 6), ()])
+def test_labels_of_another_pack_are_refused(shape):
+    labels = torch.ones(shape, dtype=torch.int64)
+    got = rf"got {labels.numel()} of shape {shape}; ".replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(ValueError, match=f"labels must have the layout's 6 tokens, {got}"):
+        PackedLayout.from_lengths([3, 1, 2]).targets(labels)
+
+
+def test_the_layout_does_not_change_with_the_tensor_it_was_read_from():
+    cu_seqlens = offsets(0, 3, 6)
+    layout = PackedLayout.from_cu_seqlens(cu_seqlens)
+    cu_seqlens[1] = 1
+    assert layout.cu_seqlens.tolist() == [0, 3, 6]
+    assert layout.seq_idx.tolist() == [[0, 0, 0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
     ("cu_seqlens", "message"),
     [
         (torch.tensor([0, 3]), r"must be int32 .* got torch.int64 of shape \(2,\)"),
@@ -162,6 +202,8 @@ def test_xtuners_own_hook_is_enough(hub):
     assert layout.lengths == (3, 2)
     # every layer of the forward asks; the offsets are read once
     assert current_layout() is layout
+    # and XTuner's attention layers still find them
+    assert hub.get_info("cumulative_len_rank_0").tolist() == [0, 3, 5]
 
 
 def test_the_inner_block_gives_back_what_xtuners_own_hook_had_published(hub):

@@ -1,5 +1,6 @@
 """Where documents start and end in a packed batch: the one description that all parts share."""
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from torch import Tensor
 
 IGNORE_INDEX = -100
 """Label that the loss leaves out, in PyTorch as in XTuner."""
+
+_MAX_TOTAL = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,13 +42,25 @@ class PackedLayout:
         [0, 3, 4, 6]
 
         Raises:
-            ValueError: There is no document, or one without tokens.
+            ValueError: There is no document, one without tokens, or more tokens than int32
+                counts; or a length is no integer.
         """
-        lengths = tuple(int(length) for length in lengths)
+        try:
+            # not int(), which takes 2.7 for 2 and "3" for 3
+            lengths = tuple(map(operator.index, lengths))
+        except TypeError:
+            raise ValueError(
+                f"lengths must be integers, got {list(lengths)}; count the tokens of each document"
+            ) from None
         if not lengths or min(lengths) < 1:
             raise ValueError(
                 f"lengths must be positive and not empty, got {list(lengths)}; "
                 "leave empty documents out before packing"
+            )
+        if sum(lengths) > _MAX_TOTAL:
+            raise ValueError(
+                f"lengths must add up to at most {_MAX_TOTAL} tokens, got {sum(lengths)}; "
+                "pack the documents into several rows"
             )
         cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
@@ -55,14 +70,14 @@ class PackedLayout:
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> "PackedLayout":
         """Describe the documents between these offsets (XTuner's ``cumulative_len``).
 
-        Reads the values, so a tensor on the GPU is waited for.
+        Reads the values, so a tensor on the GPU is waited for. The layout keeps a copy.
 
         Raises:
             ValueError: The offsets do not rise from 0.
         """
         _check_offsets(cu_seqlens, total=None)
         lengths = tuple(cu_seqlens.diff().tolist())
-        return cls(_mark_checked(cu_seqlens, sum(lengths)), lengths)
+        return cls(_mark_checked(cu_seqlens.clone(), sum(lengths)), lengths)
 
     @property
     def total(self) -> int:
@@ -106,7 +121,15 @@ class PackedLayout:
 
         Returns:
             Int64, ``(total,)``.
+
+        Raises:
+            ValueError: There are more labels than tokens, or fewer.
         """
+        if labels.numel() != self.total:
+            raise ValueError(
+                f"labels must have the layout's {self.total} tokens, got {labels.numel()} of shape "
+                f"{tuple(labels.shape)}; boundaries and labels belong to different packs"
+            )
         inner = labels.flatten().index_fill(0, self.cu_seqlens[:-1].long(), IGNORE_INDEX)
         # the row's last token wraps round to the first, which is masked as a document's start
         return inner.roll(-1)
@@ -246,6 +269,8 @@ def current_layout() -> PackedLayout | None:
     if layout is None or layout.cu_seqlens is not cumulative_len:
         layout = PackedLayout.from_cu_seqlens(cumulative_len)
         _hub().update_info(_key("packed_layout"), layout)
+        # the layout's own copy, by which the next layer knows that it is still the same batch
+        _hub().update_info(_key("cumulative_len"), layout.cu_seqlens)
         _hub().update_info(_key("mean_targets"), None)
     return layout
 
