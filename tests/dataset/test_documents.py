@@ -1,5 +1,6 @@
 """TokenizedDocuments: what packing must know of the labels, against a reading of all of them."""
 
+import datasets
 import numpy as np
 import pytest
 from datasets import Dataset, Features, LargeList, List, Value
@@ -95,9 +96,46 @@ def test_more_rows_than_are_measured_at_a_time(make_documents):
         ),
         ({"input_ids": [[1]], "labels": [[0.5]]}, "labels must be lists .* got list<item: double>"),
         ({"input_ids": [[1], [1, 2]], "labels": [[1], [1]]}, "got 1 and 2 in row 1"),
-        ({"input_ids": [[1], [1, 2]], "labels": [[1], None]}, "got 0 and 2 in row 1"),
+        (
+            {"input_ids": [[1], [1, 2]], "labels": [[1], None]},
+            "labels must be lists of integers, got None in row 1; leave",
+        ),
+        (
+            {"input_ids": [None, [1, 2]], "labels": [None, [1, 2]]},
+            "input_ids must be lists of integers, got None in row 0; leave",
+        ),
+        (
+            {"input_ids": [[1], [], [1, 2, None]], "labels": [[1], [], [1, 2, 3]]},
+            "input_ids must be lists of integers, got None at 2 in row 2; leave",
+        ),
+        (
+            {"input_ids": [[1, 2]], "labels": [[None, 2]]},
+            "labels must be lists of integers, got None at 0 in row 0; leave",
+        ),
     ],
 )
 def test_columns_that_cannot_be_packed_are_named(columns, message):
     with pytest.raises(ValueError, match=message):
         TokenizedDocuments(Dataset.from_dict(columns))
+
+
+def test_the_row_is_counted_from_the_first_batch_on():
+    rows = [[7, 8]] * 1500
+    columns = {"input_ids": rows, "labels": [*rows[:1234], [7, None], *rows[1235:]]}
+    with pytest.raises(ValueError, match="got None at 1 in row 1234;"):
+        TokenizedDocuments(Dataset.from_dict(columns))
+    columns["labels"][1234] = [7]
+    with pytest.raises(ValueError, match="got 1 and 2 in row 1234;"):
+        TokenizedDocuments(Dataset.from_dict(columns))
+
+
+def test_labels_that_cannot_be_masked_are_refused():
+    features = Features(input_ids=List(Value("uint16")), labels=List(Value("uint16")))
+    columns = {"input_ids": [[1, 2]], "labels": [[1, 2]]}
+    with pytest.raises(ValueError, match=r"to hold -100, got list<item: uint16>; cast") as info:
+        TokenizedDocuments(Dataset.from_dict(columns, features=features))
+    # what the message says to do is enough
+    call = str(info.value).rpartition("cast them with ")[2]
+    dataset = Dataset.from_dict(columns, features=features)
+    documents = TokenizedDocuments(eval(call, {"dataset": dataset, "datasets": datasets}))
+    assert documents.lengths.tolist() == [2]

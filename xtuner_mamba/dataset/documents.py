@@ -22,7 +22,8 @@ class TokenizedDocuments:
         dataset: Has the columns ``input_ids`` and ``labels``; others are ignored.
 
     Raises:
-        ValueError: A column is missing or no list of integers, or the two disagree in length.
+        ValueError: A column is missing or no list of integers, null somewhere, or the two
+            disagree in length; or labels are unsigned.
     """
 
     lengths: np.ndarray
@@ -68,15 +69,17 @@ class TokenizedDocuments:
 def _measure(table: Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return each document's length, whether it has a label, and the outline of its targets."""
     lengths, has_label, targets = [], [], []
-    for batch in table.iter(batch_size=_BATCH):
+    for number, batch in enumerate(table.iter(batch_size=_BATCH)):
+        first_row = number * _BATCH
+        for name in ("input_ids", "labels"):
+            _check_no_null(name, batch[name], first_row)
         lengths.append(_list_lengths(batch["input_ids"]))
         num_labels = _list_lengths(batch["labels"])
         if (wrong := np.flatnonzero(lengths[-1] != num_labels)).size:
-            row = sum(map(len, lengths[:-1])) + wrong[0]
             raise ValueError(
                 "labels must have as many entries as input_ids, got "
-                f"{num_labels[wrong[0]]} and {lengths[-1][wrong[0]]} in row {row}; "
-                f"set a label to {IGNORE_INDEX} where a token is no target"
+                f"{num_labels[wrong[0]]} and {lengths[-1][wrong[0]]} in row {first_row + wrong[0]}"
+                f"; set a label to {IGNORE_INDEX} where a token is no target"
             )
         labelled = _flat(batch["labels"]) != IGNORE_INDEX
         stops = num_labels.cumsum()
@@ -110,11 +113,28 @@ def _outline_targets(labelled: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _list_lengths(column: pa.ChunkedArray) -> np.ndarray:
-    return pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
+    return pc.list_value_length(column).to_numpy().astype(np.int64)
 
 
 def _flat(column: pa.ChunkedArray) -> np.ndarray:
     return pc.list_flatten(column).to_numpy()
+
+
+def _check_no_null(name: str, column: pa.ChunkedArray, first_row: int) -> None:
+    values = pc.list_flatten(column)
+    if column.null_count:
+        row, got = pc.index(column.is_null(), True).as_py(), "None"
+    elif values.null_count:
+        place = pc.index(values.is_null(), True).as_py()
+        stops = _list_lengths(column).cumsum()
+        row = np.searchsorted(stops, place, side="right")
+        got = f"None at {place - (stops[row - 1] if row else 0)}"
+    else:
+        return
+    raise ValueError(
+        f"{name} must be lists of integers, got {got} in row {first_row + row}; leave the row out "
+        "with dataset.filter, or mend it where it was tokenized"
+    )
 
 
 def _check_columns(dataset: Dataset) -> None:
@@ -132,4 +152,9 @@ def _check_columns(dataset: Dataset) -> None:
             raise ValueError(
                 f"{name} must be lists of integers, got {kind}; tokenize the text first "
                 "(do_dataset_tokenization=True)"
+            )
+        if name == "labels" and pa.types.is_unsigned_integer(kind.value_type):
+            raise ValueError(
+                f"labels must be signed integers, to hold {IGNORE_INDEX}, got {kind}; cast them "
+                "with dataset.cast_column('labels', datasets.List(datasets.Value('int64')))"
             )
