@@ -1,5 +1,6 @@
 """Documents to packs to batches."""
 
+from xtuner_mamba.dataset.buckets import BucketBatchSampler
 from xtuner_mamba.dataset.collate import packed_collate_fn
 from xtuner_mamba.dataset.map_fns import document_map_fn
 from xtuner_mamba.dataset.packed_dataset import PackedDataset
@@ -8,11 +9,14 @@ from xtuner_mamba.dataset.plan import plan_best_fit, plan_wrap
 from xtuner_mamba.dataset.process import process_packed_dataset
 from xtuner_mamba.dataset.report import PackingReport
 from xtuner_mamba.dataset.samplers import RedrawSampler
+from xtuner_mamba.dataset.token_budget import TokenBudgetBatchSampler
 
 __all__ = [
+    "BucketBatchSampler",
     "PackedDataset",
     "PackingReport",
     "RedrawSampler",
+    "TokenBudgetBatchSampler",
     "VarlenPacker",
     "document_map_fn",
     "packed_collate_fn",

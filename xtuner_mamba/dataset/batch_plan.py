@@ -1,0 +1,118 @@
+"""Batches of an epoch, and what a batch sampler is told about the run that it is in."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mmengine.dist import get_rank, get_world_size, sync_random_seed
+from torch.utils.data import ConcatDataset
+
+
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """Batches of an epoch, for all ranks.
+
+    Two ranks and the batches ``[4, 2] [5]  [0] [1, 3]`` are two steps; the second comes first::
+
+        documents = [4, 2, 5, 0, 1, 3]
+        offsets   = [0, 2, 3, 4, 6]        batch b holds documents offsets[b] : offsets[b + 1]
+        steps     = [1, 0]                 step s holds batches 2 * s and 2 * s + 1
+    """
+
+    documents: np.ndarray
+    """Int64, end to end."""
+    offsets: np.ndarray
+    """Int64, ``(num_batches + 1,)``."""
+    steps: np.ndarray
+    """The order of the steps, int64, ``(num_steps,)``."""
+
+    def of_rank(self, rank: int, num_replicas: int) -> Iterator[list[int]]:
+        """Iterate over the batches that one rank trains on."""
+        for batch in (self.steps * num_replicas + rank).tolist():
+            yield self.documents[self.offsets[batch] : self.offsets[batch + 1]].tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerInputs:
+    """What a batch sampler works on."""
+
+    lengths: np.ndarray
+    """Tokens of each document, int64, ``(num_documents,)``."""
+    seed: int
+    num_replicas: int
+    rank: int
+
+
+def resolve_inputs(
+    lengths: Sequence[int] | None,
+    *,
+    tokens_per_batch: int,
+    seed: int | None,
+    num_replicas: int | None,
+    rank: int | None,
+    sampler: Any,
+    batch_size: int | None,
+) -> SamplerInputs:
+    """Fill in what MMEngine knows, and check the rest.
+
+    Args:
+        lengths: Tokens of each document; ``None`` takes those of the sampler's dataset.
+        tokens_per_batch: Places of a batch.
+        seed: ``None`` takes the sampler's, or draws one for all ranks.
+        num_replicas: ``None`` takes the sampler's, or all ranks.
+        rank: The same.
+        sampler: What MMEngine built from ``dataloader.sampler``.
+        batch_size: What the config says; the samplers decide themselves.
+
+    Raises:
+        ValueError: A value cannot be met, or there are no lengths.
+    """
+    if batch_size not in (None, 1):
+        raise ValueError(
+            f"batch_size must be 1 beside a batch_sampler, got {batch_size}; batches are filled to "
+            f"tokens_per_batch={tokens_per_batch}"
+        )
+    if tokens_per_batch < 1:
+        raise ValueError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
+    if lengths is None:
+        lengths = lengths_of(getattr(sampler, "dataset", None))
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if not len(lengths) or lengths.min() < 1:
+        got = f"{lengths.min()} at {lengths.argmin()}" if len(lengths) else "[]"
+        raise ValueError(
+            f"lengths must be at least 1 and not empty, got {got}; leave out documents without "
+            "tokens"
+        )
+    if num_replicas is None:
+        # not always all ranks: those of XTuner's SequenceParallelSampler share batches
+        num_replicas = getattr(sampler, "world_size", get_world_size())
+    if rank is None:
+        rank = getattr(sampler, "rank", get_rank())
+    if not 0 <= rank < num_replicas:
+        raise ValueError(f"rank must be in [0, num_replicas={num_replicas}), got {rank}")
+    if seed is None:
+        seed = getattr(sampler, "seed", None)
+    return SamplerInputs(
+        lengths=lengths,
+        seed=sync_random_seed() if seed is None else seed,
+        num_replicas=num_replicas,
+        rank=rank,
+    )
+
+
+def lengths_of(dataset: Any) -> np.ndarray:
+    """Return the tokens of each row, which XTuner's datasets and ours keep as ``length``.
+
+    Raises:
+        ValueError: The dataset does not know them.
+    """
+    if isinstance(dataset, ConcatDataset):
+        return np.concatenate([lengths_of(part) for part in dataset.datasets])
+    if not hasattr(dataset, "length"):
+        raise ValueError(
+            f"the dataset must have the attribute length, got {type(dataset).__name__} without; "
+            "build it with process_document_dataset, or give lengths to the sampler"
+        )
+    # datasets 4 and later have a Column there, which is a list only when asked
+    return np.asarray(dataset.length[:], dtype=np.int64)
