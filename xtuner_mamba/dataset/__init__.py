@@ -5,6 +5,7 @@ from xtuner_mamba.dataset.collate import packed_collate_fn
 from xtuner_mamba.dataset.map_fns import document_map_fn
 from xtuner_mamba.dataset.packed_dataset import PackedDataset
 from xtuner_mamba.dataset.packer import VarlenPacker
+from xtuner_mamba.dataset.padded_collate import padded_collate_fn
 from xtuner_mamba.dataset.plan import plan_best_fit, plan_wrap
 from xtuner_mamba.dataset.process import process_packed_dataset
 from xtuner_mamba.dataset.report import PackingReport
@@ -20,6 +21,7 @@ __all__ = [
     "VarlenPacker",
     "document_map_fn",
     "packed_collate_fn",
+    "padded_collate_fn",
     "plan_best_fit",
     "plan_wrap",
     "process_packed_dataset",
