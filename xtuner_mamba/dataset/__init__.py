@@ -2,6 +2,7 @@
 
 from xtuner_mamba.dataset.buckets import BucketBatchSampler
 from xtuner_mamba.dataset.collate import packed_collate_fn
+from xtuner_mamba.dataset.document_dataset import DocumentDataset, process_document_dataset
 from xtuner_mamba.dataset.map_fns import document_map_fn
 from xtuner_mamba.dataset.packed_dataset import PackedDataset
 from xtuner_mamba.dataset.packer import VarlenPacker
@@ -14,6 +15,7 @@ from xtuner_mamba.dataset.token_budget import TokenBudgetBatchSampler
 
 __all__ = [
     "BucketBatchSampler",
+    "DocumentDataset",
     "PackedDataset",
     "PackingReport",
     "RedrawSampler",
@@ -24,5 +26,6 @@ __all__ = [
     "padded_collate_fn",
     "plan_best_fit",
     "plan_wrap",
+    "process_document_dataset",
     "process_packed_dataset",
 ]

@@ -1,0 +1,80 @@
+"""Documents as a dataset, one a row: what buckets and padded batches are made of."""
+
+from typing import Any, Literal
+
+import numpy as np
+from mmengine.logging import print_log
+from torch.utils.data import Dataset
+
+from xtuner_mamba.dataset.documents import TokenizedDocuments
+from xtuner_mamba.dataset.plan import PackPlan, Pieces
+from xtuner_mamba.dataset.process import process_packed_dataset
+
+
+class DocumentDataset(Dataset):
+    """Documents, or pieces of long ones, as XTuner's datasets give rows.
+
+    ``dataset[i]`` has the columns ``input_ids`` and ``labels``.
+
+    Args:
+        documents: Where the tokens are.
+        pieces: What of them the rows are.
+    """
+
+    def __init__(self, documents: TokenizedDocuments, pieces: Pieces) -> None:
+        self.documents, self._pieces = documents, pieces
+        self.length: list[int] = pieces.lengths.tolist()
+        """Tokens of each row, where batch samplers and XTuner's samplers look for them."""
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row must be in [0, {len(self)}), got {index}")
+        index %= len(self)
+        input_ids, labels = self.documents.read(self._pieces[index : index + 1])
+        return {"input_ids": input_ids.tolist(), "labels": labels.tolist()}
+
+
+def process_document_dataset(
+    *args: Any,
+    too_long: Literal["split", "truncate", "drop", "error"] = "split",
+    **kwargs: Any,
+) -> DocumentDataset:
+    """Tokenize a dataset into rows of one document each.
+
+    The documents are those that ``process_packed_dataset`` packs, so that a config changes from
+    one scheme to another and trains on the same ones. They stay in order; a sampler shuffles.
+
+    Args:
+        *args: As in ``process_packed_dataset``.
+        too_long: What happens to documents longer than ``max_length``. ``"truncate"`` keeps their
+            first ``max_length`` tokens; the others as there.
+        **kwargs: As there. ``max_length`` is the longest row; ``packing`` and
+            ``shuffle_before_pack`` have no say.
+
+    Raises:
+        ValueError: An argument cannot be met, or nothing is left to train on.
+    """
+    if too_long not in ("split", "truncate", "drop", "error"):
+        raise ValueError(
+            f"too_long must be 'split', 'truncate', 'drop' or 'error', got {too_long!r}"
+        )
+    # a truncated document is the first piece of a split one
+    rule = "split" if too_long == "truncate" else too_long
+    kwargs |= dict(too_long=rule, packing="best_fit", shuffle_before_pack=False)
+    packs = process_packed_dataset(*args, **kwargs)
+    documents, pieces = packs._documents, packs._pieces
+    kept = documents.packs_with_target(PackPlan(pieces, np.arange(len(pieces) + 1)))
+    num_masked = (~kept).sum()
+    if too_long == "truncate":
+        kept &= pieces.starts == 0
+    rows = DocumentDataset(documents, pieces[kept])
+    print_log(
+        f"{len(rows):,} rows of one document of at most {pieces.lengths.max():,} tokens; "
+        f"{num_masked:,} left out for want of labels, "
+        f"{pieces.lengths[~kept].sum():,} tokens truncated or left out with them",
+        logger="current",
+    )
+    return rows
