@@ -245,6 +245,42 @@ def assert_as_accurate_as_eager(name: str, actual: Tensor, eager: Tensor, exact:
         )
 
 
+def assert_errs_like_eager(
+    actual: Sequence[dict[str, Tensor]],
+    eager: Sequence[dict[str, Tensor]],
+    exact: Sequence[dict[str, Tensor]],
+) -> None:
+    """Check that kernels err at most twice as much as eager PyTorch, on average and at worst.
+
+    Errors are taken relative to their tensor and averaged over the draws: which of two correct
+    results is off by more in its largest few numbers is luck, and turns with the seed.
+
+    Args:
+        actual: Results of the kernels under test by name, of every draw.
+        eager: Results of the reference at the same input precision.
+        exact: Results of an oracle in float64.
+    """
+    assert actual[0].keys() == exact[0].keys(), f"{actual[0].keys()}, expected {exact[0].keys()}"
+    for name in exact[0]:
+        triples = [(a[name].cpu(), e[name], x[name]) for a, e, x in zip(actual, eager, exact)]
+        for a, e, x in triples:
+            assert a.dtype == e.dtype, f"{name}: dtype {a.dtype}, expected {e.dtype}"
+            assert a.shape == x.shape, f"{name}: shape {a.shape}, expected {x.shape}"
+            assert torch.isfinite(a).all(), f"{name}: result has NaN or inf"
+        eps = torch.finfo(triples[0][0].dtype).eps
+        # one correct rounding of the exact result errs by about eps / 4 (rms) and eps / 2 (worst)
+        for norm, rounding in ((_rms, eps / 4), (_worst, eps / 2)):
+            error, of_eager = (
+                sum(norm(t[i].double() - t[2]) / max(norm(t[2]), 1e-300) for t in triples)
+                / len(triples)
+                for i in (0, 1)
+            )
+            allowed = 2 * max(of_eager, rounding)
+            assert error <= allowed, (
+                f"{name}: {norm.__name__[1:]} error {error:.2e}, allowed {allowed:.2e}"
+            )
+
+
 def _rms(t: Tensor) -> float:
     return t.square().mean().sqrt().item() if t.numel() else 0.0
 

@@ -356,7 +356,7 @@ SEVEN = dict(lengths=[3, 4], dim=5, dstate=3)
         (dict(dt_bias=torch.zeros(3)), "dt_bias must have shape (5,), got (3,)"),
         (dict(initial_states=torch.zeros(1, 5, 3)), "shape (2, 5, 3), one state a document, got"),
         (dict(cu_seqlens=torch.tensor([0, 3, 6]).int()), "end at the row's 7 tokens, got 6"),
-        (dict(impl="cuda"), "impl must be None, 'triton', 'cpu' or 'reference', got 'cuda'"),
+        (dict(impl="cuda"), "'gluon', 'triton', 'cpu' or 'reference', got 'cuda'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

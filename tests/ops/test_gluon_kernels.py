@@ -1,0 +1,238 @@
+"""The Gluon kernels: on a Hopper GPU, or compiled for one and emulated where there is none.
+
+Triton's interpreter does not know Gluon, and a process that it has been chosen for cannot compile:
+without a GPU the first test runs all others in a process of their own.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from xtuner_mamba.layout import PackedLayout
+from xtuner_mamba.ops.selective_scan import api, gluon_support
+from xtuner_mamba.testing import (
+    assert_errs_like_eager,
+    documents,
+    eighths,
+    in_float64,
+    make_scan_inputs,
+    outputs_and_grads,
+    relative_rms,
+    scan_oracle,
+    with_document_replaced,
+)
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+EMULATED = os.environ.get("TRITON_INTERPRET") == "0"
+DEVICE = torch.device("cuda" if HOPPER else "cpu")
+runs_kernels = pytest.mark.skipif(
+    not (HOPPER or EMULATED), reason="test_all_of_this_file_in_the_emulator runs it"
+)
+OF_TOKENS = ["y", "dx", "ddt", "dB", "dC", "dz"]
+OF_STATES = ["final_states", "dinitial_states"]
+
+
+@pytest.mark.skipif(HOPPER or EMULATED, reason="the tests below run by themselves")
+def test_all_of_this_file_in_the_emulator():
+    here = Path(__file__)
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", here]
+    command += ["-o", f"pythonpath={here.parent}"]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "1 skipped" in run.stdout, run.stdout
+
+
+@pytest.fixture(autouse=True)
+def _emulated_kernels(monkeypatch):
+    if not EMULATED or HOPPER:
+        return
+    for module, name in kernels():
+        monkeypatch.setattr(module, name, emulated(module, name))
+    from xtuner_mamba.ops.selective_scan import gluon
+
+    monkeypatch.setattr(gluon, "why_not_gluon", lambda *args: None)
+
+
+def kernels():
+    from xtuner_mamba.ops.selective_scan import gluon_bwd, gluon_fwd
+
+    return [
+        (gluon_fwd, "_scan_fwd_kernel"),
+        (gluon_bwd, "_scan_bwd_kernel"),
+    ]
+
+
+@functools.cache
+def emulated(module, name):
+    from ptx_emulator import EmulatedKernel
+
+    return EmulatedKernel(getattr(module, name))
+
+
+def scan_gluon(x, dt, A, B, C, *, cu_seqlens, return_final_states, D=None, z=None, dt_bias=None,
+               initial_states=None, dt_softplus=True):  # fmt: skip
+    from xtuner_mamba.ops.selective_scan.gluon import selective_scan_gluon
+
+    y, final_states = selective_scan_gluon(
+        x[0], dt[0], A, B[0], C[0], D, None if z is None else z[0], dt_bias, initial_states,
+        cu_seqlens, dt_softplus, return_final_states=return_final_states,
+    )  # fmt: skip
+    return (y[None], final_states) if return_final_states else y[None]
+
+
+def run(inputs, **options):
+    inputs = {name: t.to(DEVICE) for name, t in inputs.items()}
+    return {name: t.cpu() for name, t in outputs_and_grads(scan_gluon, inputs, **options).items()}
+
+
+def eager_results(inputs, **options):
+    from xtuner_mamba.ops import selective_scan
+
+    return outputs_and_grads(selective_scan, inputs, impl="reference", **options)
+
+
+def assert_accurate(draws, *, dt_softplus=True):
+    actual = [run(inputs, dt_softplus=dt_softplus) for inputs in draws]
+    eager = [eager_results(inputs, dt_softplus=dt_softplus) for inputs in draws]
+    exact = [outputs_and_grads(scan_oracle, in_float64(i), dt_softplus=dt_softplus) for i in draws]
+    assert_errs_like_eager(actual, eager, exact)
+
+
+# around tiles of 8 and 16 tokens and intervals of 64; one, two and four warps
+SHAPES = [
+    dict(lengths=[1, 7, 8, 9, 64, 65, 130], dim=64),
+    dict(lengths=[15, 16, 17], dim=128),
+    dict(lengths=[66, 1], dim=256),
+]
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounds_no_worse_than_eager(dtype):
+    assert_accurate(
+        [make_scan_inputs(**s, dstate=16, dtype=dtype, seed=i) for i, s in enumerate(SHAPES)]
+    )
+
+
+@runs_kernels
+@pytest.mark.parametrize("absent", ["D", "z", "dt_bias", "initial_states", "dt_softplus"])
+def test_without_what_is_optional(absent):
+    draws = [
+        make_scan_inputs([20, 9], dim=64, dstate=16, dtype=torch.bfloat16, seed=seed)
+        for seed in range(3)
+    ]
+    for inputs in draws:
+        inputs.pop(absent, None)
+        if absent == "dt_softplus":
+            inputs["dt"], inputs["dt_bias"] = inputs["dt"].abs() / 8, inputs["dt_bias"].abs() / 8
+    assert_accurate(draws, dt_softplus=absent != "dt_softplus")
+
+
+LENGTHS = [5, 1, 17, 2]
+
+
+def make_small():
+    return make_scan_inputs(LENGTHS, dim=128, dstate=16, dtype=torch.bfloat16)
+
+
+@runs_kernels
+def test_slices_of_channels_and_groups_of_documents_change_no_rounding(monkeypatch):
+    from xtuner_mamba.ops.selective_scan import gluon_bwd, gluon_fwd
+
+    whole = run(make_scan_inputs(LENGTHS, dim=192, dstate=16, dtype=torch.bfloat16))
+    assert gluon_bwd._slice_width(25, 192) == 192
+    monkeypatch.setattr(gluon_bwd, "_MAX_SCRATCH_BYTES", 1)
+    monkeypatch.setattr(gluon_bwd, "_MAX_SUM_BYTES", 2 * 64 * 64)
+    monkeypatch.setattr(gluon_fwd, "_MAX_PROGRAMS", 1)
+    assert gluon_bwd._slice_width(25, 192) == 64
+    sliced = run(make_scan_inputs(LENGTHS, dim=192, dstate=16, dtype=torch.bfloat16))
+    for name in ["y", "dx", "ddt", "dz", *OF_STATES]:
+        assert torch.equal(sliced[name], whole[name]), name
+    for name in sliced.keys() - {"y", "dx", "ddt", "dz", *OF_STATES}:
+        assert relative_rms(sliced[name], whole[name]) < 1e-3, name
+
+
+@runs_kernels
+def test_packed_equals_each_document_alone():
+    inputs = make_small()
+    dy = eighths(inputs["x"].shape, seed=1)
+    dfinal = eighths(inputs["initial_states"].shape, seed=2)
+    packed = run(inputs, incoming=(dy, dfinal))
+    incoming = zip(dy.split(LENGTHS, dim=1), dfinal.split(1))
+    alone = [run(document, incoming=g) for document, g in zip(documents(inputs), incoming)]
+    for name in OF_TOKENS + OF_STATES:
+        dim = 0 if name in OF_STATES else 1
+        assert torch.equal(packed[name], torch.cat([r[name] for r in alone], dim)), name
+    for name in packed.keys() - set(OF_TOKENS + OF_STATES):
+        expected = sum(results[name].double() for results in alone)
+        assert relative_rms(packed[name], expected) < 1e-6, name
+    leaking = dict(inputs, cu_seqlens=PackedLayout.from_lengths([sum(LENGTHS)]).cu_seqlens)
+    leaking["initial_states"] = inputs["initial_states"][:1]
+    assert relative_rms(run(leaking)["y"], packed["y"]) > 1e-3
+
+
+@runs_kernels
+@pytest.mark.parametrize("value", [torch.nan, 1e4])
+def test_a_document_leaves_the_bits_of_the_others_alone(value, monkeypatch):
+    from xtuner_mamba.ops.selective_scan import gluon_bwd, gluon_fwd
+
+    before = run(make_small())
+    # all documents in one program, as thousands of them would be
+    monkeypatch.setattr(gluon_bwd, "_MAX_SUM_BYTES", 1)
+    monkeypatch.setattr(gluon_fwd, "_MAX_PROGRAMS", 1)
+    inputs, others = with_document_replaced(make_small(), 2, value)
+    after = run(inputs)
+    states = torch.arange(len(LENGTHS)) != 2
+    for name in OF_TOKENS:
+        assert torch.equal(after[name][:, others], before[name][:, others]), name
+        assert not torch.equal(after[name], before[name]), name
+    for name in OF_STATES:
+        assert torch.equal(after[name][states], before[name][states]), name
+
+
+@runs_kernels
+def test_rows_need_not_be_contiguous():
+    inputs = make_small()
+    strided = dict(inputs)
+    for name in ("x", "dt", "z", "B", "C"):
+        wide = torch.cat([inputs[name], inputs[name]], 2)
+        strided[name] = wide[..., : inputs[name].shape[2]]
+    leaves = [{k: t.to(DEVICE) for k, t in i.items()} for i in (inputs, strided)]
+    ys = [scan_gluon(**i, return_final_states=False) for i in leaves]
+    assert torch.equal(*ys)
+
+
+@pytest.mark.skipif(HOPPER or not EMULATED, reason="asks something of the emulator")
+def test_emulator_notices_a_missing_barrier(monkeypatch):
+    import ptx_emulator
+
+    without_barriers = lambda ptx, *args: run_kernel(ptx.replace("bar.sync", "//"), *args)  # noqa: E731
+    run_kernel = ptx_emulator.run_kernel
+    monkeypatch.setattr(ptx_emulator, "run_kernel", without_barriers)
+    with pytest.raises(ptx_emulator.Race, match="shared words"):
+        run(make_small())
+
+
+def test_a_gpu_without_gluon_takes_triton_and_says_why_once(monkeypatch, caplog):
+    x = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(api, "_logged", set())
+    choices = []
+    for reason in (None, "dstate must be 16, got 8", "dstate must be 16, got 4"):
+        monkeypatch.setattr(gluon_support, "why_not_gluon", lambda *args, r=reason: r)
+        choices.append(api._choose_impl(x, x, None, None, num_seqs=1))
+    assert choices == ["gluon", "triton", "triton"]
+    (record,) = caplog.records
+    assert record.getMessage().endswith("the faster Gluon: dstate must be 16, got 8")
+
+
+def test_says_what_it_does_not_take():
+    x, A = torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64, 16)
+    reason = gluon_support.why_not_gluon(x, x, A, None, num_seqs=2)
+    assert reason == "the device must be a GPU of compute capability 9.0, got cpu"

@@ -1,0 +1,387 @@
+"""Selective scan over packed documents: the backward kernel in Gluon.
+
+With g the gradient at the ungated output and dh[t] that at the state h[t],
+
+    dh[t] = C[t] g[t] + c[t + 1]          c[t] = exp(dt[t] A) dh[t]
+    dA   += dt[t] c[t] h[t - 1]           ddt[t] = sum_n A c[t] h[t - 1] + x[t] sum_n B[t] dh[t]
+    dB[t] = sum_d dt[t] x[t] dh[t]        dC[t] = sum_d g[t] h[t]
+
+h[t - 1] and dh[t] meet, coming from opposite ends of a document. So the forward kernel first writes
+down the states before every ``GROUP`` tokens; this one then walks from a document's end to its
+start, a group at a time: h forward into registers, dh backward. An element costs three exponentials
+in all, and nothing is kept between forward and backward but their inputs.
+"""
+# ruff: noqa: RUF005
+# Triton knows no starred tuples
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from xtuner_mamba.ops.selective_scan.gluon_fwd import _launch_fwd, warps_of
+from xtuner_mamba.ops.selective_scan.gluon_tile import (
+    LN_2,
+    barrier,
+    exp2,
+    read_channels,
+    read_states,
+    ring_layout,
+    sigmoid,
+    stack,
+    stage_rows,
+    stage_states,
+    stage_weights,
+    step_size,
+    step_slope,
+    store_sums,
+    sum_channels,
+    sum_states,
+    tile_layout,
+    tile_offsets,
+)
+from xtuner_mamba.ops.triton_math import add_compensated
+
+# tokens whose states a thread holds in registers
+GROUP = 4
+# of dA, after which a sum goes to shared memory: the error of a sum grows with its length
+_FLUSH_TOKENS = 64
+# of the states before groups; wide rows are worked through in slices of channels
+_MAX_SCRATCH_BYTES = 2**31
+# of the sums over documents, one for every group of them
+_MAX_SUM_BYTES = 2**26
+
+
+# these change from step to step: a kernel for each of their divisors would be compiled in turn
+@gluon.jit(do_not_specialize=["total", "num_seqs", "num_groups"])
+def _scan_bwd_kernel(
+    x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, group_states, dy, dfinal_states,
+    dx, ddt, dA, dBC, dD, dz, ddt_bias, dinitial_states,
+    total, num_seqs, num_groups, unknown_one,
+    stride_x: gl.constexpr, stride_dt: gl.constexpr, stride_z: gl.constexpr,
+    stride_dy: gl.constexpr, dim: gl.constexpr, width: gl.constexpr,
+    SOFTPLUS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, FLUSH_TOKENS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    BLOCK_D: gl.constexpr = 32 * WARPS
+    TILE: gl.constexpr = tile_layout(WARPS, 4, 1)
+    ROW: gl.constexpr = gl.SliceLayout(0, TILE)
+    RING: gl.constexpr = ring_layout(1)
+    HALF: gl.constexpr = x.dtype.element_ty
+    GROUPS: gl.constexpr = TOKENS // GROUP
+    num_blocks: gl.constexpr = width // BLOCK_D
+    i_group = gl.program_id(0) // num_blocks
+    i_block = gl.program_id(0) % num_blocks
+    o_block = i_block * BLOCK_D
+
+    ring_x = gl.allocate_shared_memory(HALF, [2, TOKENS * BLOCK_D], RING)
+    ring_dt = gl.allocate_shared_memory(dt.dtype.element_ty, [2, TOKENS * BLOCK_D], RING)
+    ring_dy = gl.allocate_shared_memory(HALF, [2, TOKENS * BLOCK_D], RING)
+    ring_B = gl.allocate_shared_memory(gl.float32, [2, TOKENS * 64], RING)
+    ring_C = gl.allocate_shared_memory(gl.float32, [2, TOKENS * 64], RING)
+    ring_h = gl.allocate_shared_memory(gl.float32, [2, GROUPS * 16 * BLOCK_D], RING)
+    x_rows = ring_x._reinterpret(HALF, [2 * TOKENS, WARPS, 4, 8], ring_layout(3))
+    dt_rows = ring_dt._reinterpret(dt.dtype.element_ty, [2 * TOKENS, WARPS, 4, 8], ring_layout(3))
+    dy_rows = ring_dy._reinterpret(HALF, [2 * TOKENS, WARPS, 4, 8], ring_layout(3))
+    B_rows = ring_B._reinterpret(gl.float32, [2 * TOKENS, 4, 16], ring_layout(2))
+    C_rows = ring_C._reinterpret(gl.float32, [2 * TOKENS, 4, 16], ring_layout(2))
+    h_rows = ring_h._reinterpret(gl.float32, [2 * GROUPS, 16, WARPS, 4, 8], ring_layout(4))
+    sums_B = gl.allocate_shared_memory(gl.float32, [TOKENS, WARPS * 32], RING)
+    sums_C = gl.allocate_shared_memory(gl.float32, [TOKENS, WARPS * 32], RING)
+    stacked_B = sums_B._reinterpret(gl.float32, [GROUPS, GROUP, WARPS * 32], ring_layout(2))
+    stacked_C = sums_C._reinterpret(gl.float32, [GROUPS, GROUP, WARPS * 32], ring_layout(2))
+    ring_z = ring_x
+    z_rows = x_rows
+    if z is not None:
+        ring_z = gl.allocate_shared_memory(z.dtype.element_ty, [2, TOKENS * BLOCK_D], RING)
+        z_rows = ring_z._reinterpret(z.dtype.element_ty, [2 * TOKENS, WARPS, 4, 8], ring_layout(3))
+
+    o_n, o_d = tile_offsets(TILE, WARPS, 4, 1)
+    o_d += o_block
+    o_h = o_n * dim + gl.expand_dims(o_d, 0)
+    b_A = gl.load(A + o_h)
+    b_D = gl.zeros([WARPS, 4, 8], gl.float32, layout=ROW)
+    if D is not None:
+        b_D = gl.load(D + o_d).to(gl.float32)
+    b_bias = gl.zeros([WARPS, 4, 8], gl.float32, layout=ROW)
+    if dt_bias is not None:
+        b_bias = gl.load(dt_bias + o_d).to(gl.float32)
+    sums_A = gl.allocate_shared_memory(gl.float32, [16, WARPS, 4, 8], ring_layout(4))
+    b_dA = gl.zeros([16, WARPS, 4, 8], gl.float32, layout=TILE)
+    sums_A.store(b_dA)
+    b_dD = gl.zeros([WARPS, 4, 8], gl.float32, layout=ROW)
+    b_dD_rest = b_dD
+    b_dbias = b_dD
+    b_dbias_rest = b_dD
+    num_in_dA = 0
+
+    for i_order in range(i_group, num_seqs, num_groups):
+        i_seq = gl.load(order + i_order).to(gl.int64)
+        start = gl.load(cu_seqlens + i_seq).to(gl.int64)
+        seqlen = gl.load(cu_seqlens + i_seq + 1) - start.to(gl.int32)
+        num_tiles = gl.cdiv(seqlen, TOKENS)
+        # from the last tile to the first
+        last = start + (num_tiles - 1) * TOKENS
+        p_x = x + last * stride_x + o_block
+        p_dt = dt + last * stride_dt + o_block
+        p_dy = dy + last * stride_dy + o_block
+        p_BC = BC + last * 32
+        p_z = z
+        if z is not None:
+            p_z = z + last * stride_z + o_block
+        # where the state before the first of the tile's groups lies
+        p_h = group_states + o_block
+        p_h += (start // GROUP + (num_tiles - 1) * GROUPS - 1) * 16 * width
+        # the document before: other warps may still read its last tiles, and copies of no rows at
+        # its end still write zeros
+        async_copy.wait_group(0)
+        barrier()
+        for i_done in range(2):
+            _stage(
+                ring_x, ring_dt, ring_z, ring_dy, ring_B, ring_C, ring_h, i_done,
+                p_x, p_dt, p_z, p_dy, p_BC, p_h, stride_x, stride_dt, stride_z, stride_dy, width,
+                seqlen, num_tiles - 1 - i_done, GROUP, TOKENS, BLOCK_D, WARPS,
+            )  # fmt: skip
+            p_x -= TOKENS * stride_x
+            p_dt -= TOKENS * stride_dt
+            p_dy -= TOKENS * stride_dy
+            p_BC -= TOKENS * 32
+            p_h -= GROUPS * 16 * width
+            if z is not None:
+                p_z -= TOKENS * stride_z
+
+        b_c = gl.zeros([16, WARPS, 4, 8], gl.float32, layout=TILE)
+        if dfinal_states is not None:
+            b_c = gl.load(dfinal_states + i_seq * 16 * dim + o_h)
+        p_dBC = dBC + (i_block * total + last) * 32
+        for i_done in range(0, num_tiles):
+            i_tile = num_tiles - 1 - i_done
+            num_tokens = gl.minimum(seqlen - i_tile * TOKENS, TOKENS)
+            async_copy.wait_group(1)
+            barrier()
+            b_dD_tile = gl.zeros([WARPS, 4, 8], gl.float32, layout=ROW)
+            b_dbias_tile = gl.zeros([WARPS, 4, 8], gl.float32, layout=ROW)
+            tile_groups = gl.cdiv(num_tokens, GROUP)
+            for i_sub_done in range(0, tile_groups):
+                i_sub = tile_groups - 1 - i_sub_done
+                i_row = i_done % 2 * TOKENS + i_sub * GROUP
+                num_left = num_tokens - i_sub * GROUP
+                o_t = (start + i_tile * TOKENS + i_sub * GROUP) * dim + o_d
+                b_h = h_rows.index(i_done % 2 * GROUPS + i_sub).load(TILE)
+                if i_tile + i_sub == 0:
+                    b_h = gl.zeros([16, WARPS, 4, 8], gl.float32, layout=TILE)
+                    if initial_states is not None:
+                        b_h = gl.load(initial_states + i_seq * 16 * dim + o_h).to(gl.float32)
+                b_hs = ()
+                b_tokens = ()
+                b_sums = ()
+                for i in gl.static_range(GROUP):
+                    b_hs = b_hs + (b_h,)
+                    b_h, b_token, b_dD_tile, b_sum = _step_forward(
+                        b_h, b_dD_tile, b_A, b_D, b_bias, x_rows, dt_rows, z_rows, dy_rows,
+                        B_rows, C_rows, i_row + i, i < num_left, dz, o_t + i * dim,
+                        z is not None, SOFTPLUS, TILE, WARPS,
+                    )  # fmt: skip
+                    b_tokens = b_tokens + (b_token,)
+                    b_sums = b_sums + (b_sum,)
+                # one store, since each to the same buffer waits for all warps
+                stacked_C.index(i_sub).store(stack(b_sums, GROUP))
+                b_sums = ()
+                for i in gl.static_range(GROUP - 1, -1, -1):
+                    b_c, b_dA, b_dbias_tile, b_sum = _step_backward(
+                        b_c, b_dA, b_dbias_tile, b_hs[i], b_tokens[i], b_A, b_D, B_rows, C_rows,
+                        i_row + i, i < num_left, unknown_one, dx, ddt, o_t + i * dim, TILE, WARPS,
+                    )  # fmt: skip
+                    b_sums = (b_sum,) + b_sums
+                stacked_B.index(i_sub).store(stack(b_sums, GROUP))
+            b_dD, b_dD_rest = add_compensated(b_dD, b_dD_rest, b_dD_tile)
+            b_dbias, b_dbias_rest = add_compensated(b_dbias, b_dbias_rest, b_dbias_tile)
+            num_in_dA += num_tokens
+            if num_in_dA >= FLUSH_TOKENS:
+                sums_A.store(sums_A.load(TILE) + b_dA)
+                b_dA = gl.zeros([16, WARPS, 4, 8], gl.float32, layout=TILE)
+                num_in_dA = 0
+            barrier()
+            store_sums(sums_B, p_dBC, num_tokens, TOKENS, WARPS)
+            store_sums(sums_C, p_dBC + 16, num_tokens, TOKENS, WARPS)
+            p_dBC -= TOKENS * 32
+            _stage(
+                ring_x, ring_dt, ring_z, ring_dy, ring_B, ring_C, ring_h, i_done % 2,
+                p_x, p_dt, p_z, p_dy, p_BC, p_h, stride_x, stride_dt, stride_z, stride_dy, width,
+                seqlen, i_tile - 2, GROUP, TOKENS, BLOCK_D, WARPS,
+            )  # fmt: skip
+            p_x -= TOKENS * stride_x
+            p_dt -= TOKENS * stride_dt
+            p_dy -= TOKENS * stride_dy
+            p_BC -= TOKENS * 32
+            p_h -= GROUPS * 16 * width
+            if z is not None:
+                p_z -= TOKENS * stride_z
+        if dinitial_states is not None:
+            gl.store(dinitial_states + i_seq * 16 * dim + o_h, b_c)
+    p_dA = dA + i_group.to(gl.int64) * 16 * width + o_n * width + gl.expand_dims(o_d, 0)
+    gl.store(p_dA, (sums_A.load(TILE) + b_dA) * LN_2)
+    if dD is not None:
+        gl.store(dD + i_group.to(gl.int64) * width + o_d, b_dD)
+    if ddt_bias is not None:
+        gl.store(ddt_bias + i_group.to(gl.int64) * width + o_d, b_dbias)
+
+
+@gluon.jit
+def _stage(
+    ring_x, ring_dt, ring_z, ring_dy, ring_B, ring_C, ring_h, i_slot,
+    p_x, p_dt, p_z, p_dy, p_BC, p_h, stride_x: gl.constexpr, stride_dt: gl.constexpr,
+    stride_z: gl.constexpr, stride_dy: gl.constexpr, width: gl.constexpr, seqlen, i_tile,
+    GROUP: gl.constexpr, TOKENS: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of a tile of tokens, and of the states before its groups."""
+    num_rows = gl.where(i_tile >= 0, seqlen - i_tile * TOKENS, 0)
+    stage_rows(ring_x, i_slot, p_x, stride_x, num_rows, TOKENS, BLOCK_D, WARPS)
+    stage_rows(ring_dt, i_slot, p_dt, stride_dt, num_rows, TOKENS, BLOCK_D, WARPS)
+    if p_z is not None:
+        stage_rows(ring_z, i_slot, p_z, stride_z, num_rows, TOKENS, BLOCK_D, WARPS)
+    stage_rows(ring_dy, i_slot, p_dy, stride_dy, num_rows, TOKENS, BLOCK_D, WARPS)
+    stage_weights(ring_B, i_slot, p_BC, num_rows, TOKENS, 4, WARPS)
+    stage_weights(ring_C, i_slot, p_BC + 16, num_rows, TOKENS, 4, WARPS)
+    # nothing was written down for the state before a document
+    first = gl.where(i_tile == 0, 1, 0)
+    stage_states(
+        ring_h, i_slot, p_h, width, first, gl.cdiv(num_rows, GROUP), TOKENS // GROUP, BLOCK_D, WARPS
+    )
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _step_forward(
+    b_h, b_dD, b_A, b_D, b_bias, x_rows, dt_rows, z_rows, dy_rows, B_rows, C_rows, i_row, is_token,
+    dz, o_t, HAS_Z: gl.constexpr, SOFTPLUS: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Run h through a token; store dz, add up dC and dD.
+
+    A row past the document's end is zero in shared memory; its step size must be, too.
+
+    Returns:
+        The state after the token; its x, step size, slope of that and g; dD; the sums of dC.
+    """
+    b_x = read_channels(x_rows, i_row, TILE)
+    b_v = read_channels(dt_rows, i_row, TILE) + b_bias
+    b_dt, b_exp = step_size(b_v, SOFTPLUS)
+    b_dt = gl.where(is_token, b_dt, 0.0)
+    b_slope = gl.where(is_token, step_slope(b_v, b_exp, SOFTPLUS), 0.0)
+    b_g = read_channels(dy_rows, i_row, TILE)
+    b_decay = exp2(gl.expand_dims(b_dt, 0) * b_A)
+    b_u = b_dt * LN_2 * b_x
+    b_h = b_decay * b_h + gl.expand_dims(b_u, 0) * read_states(B_rows, i_row, TILE)
+    if HAS_Z:
+        b_z = read_channels(z_rows, i_row, TILE)
+        b_gate = sigmoid(b_z)
+        if dz is not None:
+            b_y = sum_states(b_h * read_states(C_rows, i_row, TILE)) + b_D * b_x
+            b_dz = b_g * b_y * (b_gate + b_z * b_gate * (1.0 - b_gate))
+            _store_token(dz, o_t, b_dz, is_token)
+        b_g *= b_z * b_gate
+    b_dD += b_g * b_x
+    b_sum = sum_channels(b_h * gl.expand_dims(b_g, 0), WARPS)
+    return b_h, (b_x, b_dt, b_slope, b_g), b_dD, b_sum
+
+
+@gluon.jit
+def _step_backward(
+    b_c, b_dA, b_dbias, b_h, b_token, b_A, b_D, B_rows, C_rows, i_row, is_token, unknown_one,
+    dx, ddt, o_t, TILE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Run c back through a token, given the state before it; store dx and ddt.
+
+    Returns:
+        c of the token; dA over ln 2; ddt_bias; the sums of dB.
+    """
+    b_x, b_dt, b_slope, b_g = b_token
+    b_dh = read_states(C_rows, i_row, TILE) * gl.expand_dims(b_g, 0) + b_c
+    b_du = sum_states(read_states(B_rows, i_row, TILE) * b_dh)
+    # with a plain dt the compiler would keep the decays of the way forward, and lack registers
+    b_c = exp2(gl.expand_dims(b_dt * unknown_one, 0) * b_A) * b_dh
+    b_q = b_c * b_h
+    b_dA += gl.expand_dims(b_dt, 0) * b_q
+    b_ddt = (sum_states(b_A * b_q) + b_x * b_du) * b_slope
+    b_dbias += b_ddt
+    b_step = b_dt * LN_2
+    _store_token(dx, o_t, b_step * b_du + b_D * b_g, is_token)
+    _store_token(ddt, o_t, b_ddt, is_token)
+    b_sum = sum_channels(b_dh * gl.expand_dims(b_step * b_x, 0), WARPS)
+    return b_c, b_dA, b_dbias, b_sum
+
+
+@gluon.jit
+def _store_token(rows, o_t, b_v, is_token):
+    mask = gl.full(b_v.shape, 1, gl.int1, layout=b_v.type.layout) & is_token
+    gl.store(rows + o_t, b_v.to(rows.dtype.element_ty), mask=mask)
+
+
+def _scan_bwd(
+    x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
+    dt_softplus: bool, dy: Tensor, dfinal_states: Tensor | None, *, needs_dz: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Launch the backward: dx, ddt, dA, dBC, dD, dz, ddt_bias and dinitial_states.
+
+    Temporaries, in float32: the state before every ``GROUP`` tokens, in slices of channels of at
+    most ``_MAX_SCRATCH_BYTES``; dB and dC of every block of channels, for 16 states and 128
+    channels a quarter of x; dA, dD and ddt_bias of every group of documents.
+    """
+    (total, dim), num_seqs = x.shape, len(order)
+    num_warps = warps_of(dim, 32)
+    block_d = 32 * num_warps
+    dx, ddt = (torch.empty((total, dim), dtype=t.dtype, device=x.device) for t in (x, dt))
+    dz = torch.empty((total, dim), dtype=z.dtype, device=x.device) if needs_dz else None
+    dA = torch.empty_like(A)
+    dD, ddt_bias = (None if t is None else A.new_empty(dim) for t in (D, dt_bias))
+    dinitial_states = None
+    if initial_states is not None:
+        dinitial_states = A.new_empty(num_seqs, 16, dim)
+
+    width = _slice_width(total, dim)
+    num_blocks = width // block_d
+    num_groups = min(num_seqs, max(1, _MAX_SUM_BYTES // (64 * width)))
+    group_states = A.new_empty(total // GROUP, 16, width)
+    dBC_parts = A.new_empty(num_blocks, total, 32)
+    dA_parts = A.new_empty(num_groups, 16, width)
+    dD_parts, ddt_bias_parts = (
+        None if t is None else A.new_empty(num_groups, width) for t in (D, dt_bias)
+    )
+    dBC = None
+    for first in range(0, dim, width):
+        channels = slice(first, first + width)
+
+        def cut(t: Tensor | None, channels: slice = channels) -> Tensor | None:
+            return None if t is None else t[..., channels]
+
+        inputs = (
+            cut(x), cut(dt), cut(A), BC, cut(D), cut(z), cut(dt_bias), cut(initial_states),
+            cu_seqlens, order,
+        )  # fmt: skip
+        _launch_fwd(*inputs, None, None, group_states, dim, dt_softplus, unroll=GROUP)
+        _scan_bwd_kernel[(num_blocks * num_groups,)](
+            *inputs, group_states, cut(dy), cut(dfinal_states),
+            cut(dx), cut(ddt), dA_parts, dBC_parts, dD_parts, cut(dz), ddt_bias_parts,
+            cut(dinitial_states), total, num_seqs, num_groups, 1.0,
+            stride_x=x.stride(0), stride_dt=dt.stride(0),
+            stride_z=0 if z is None else z.stride(0), stride_dy=dy.stride(0), dim=dim, width=width,
+            SOFTPLUS=dt_softplus, GROUP=GROUP, TOKENS=8, FLUSH_TOKENS=_FLUSH_TOKENS,
+            WARPS=num_warps, num_warps=num_warps, maxnreg=255,
+        )  # fmt: skip
+        dA[:, channels] = dA_parts.sum(0)
+        if D is not None:
+            dD[channels] = dD_parts.sum(0)
+        if dt_bias is not None:
+            ddt_bias[channels] = ddt_bias_parts.sum(0)
+        dBC = dBC_parts.sum(0) if dBC is None else dBC + dBC_parts.sum(0)
+    return dx, ddt, dA, dBC, dD, dz, ddt_bias, dinitial_states
+
+
+def _slice_width(total: int, dim: int) -> int:
+    """Return how many channels to work on at once: a part of them that bounds the temporaries."""
+    block_d = 64 * warps_of(dim, 64)
+    num_blocks = dim // block_d
+    fit = max(1, _MAX_SCRATCH_BYTES // (64 * block_d * max(1, total // GROUP)))
+    return block_d * max(n for n in range(1, num_blocks + 1) if num_blocks % n == 0 and n <= fit)

@@ -1,0 +1,274 @@
+"""Selective scan over packed documents: the forward kernel in Gluon.
+
+A program walks one document after another for ``BLOCK_D`` channels, a tile of tokens at a time:
+while it works on one, the next comes into shared memory. The backward runs it once more, for the
+states alone.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from xtuner_mamba.ops.selective_scan.gluon_tile import (
+    LN_2,
+    barrier,
+    exp2,
+    read_channels,
+    read_states,
+    ring_layout,
+    sigmoid,
+    stage_rows,
+    stage_weights,
+    step_size,
+    sum_states,
+    tile_layout,
+    tile_offsets,
+)
+
+
+# these change from step to step: a kernel for each of their divisors would be compiled in turn
+@gluon.jit(do_not_specialize=["num_seqs", "num_groups"])
+def _scan_fwd_kernel(
+    x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, y, final_states, unroll_states,
+    stride_x, stride_dt, stride_z, dim, width, num_seqs, num_groups,
+    SOFTPLUS: gl.constexpr, TOKENS: gl.constexpr, UNROLL: gl.constexpr, POLYNOMIAL: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    BLOCK_D: gl.constexpr = 64 * WARPS
+    TILE: gl.constexpr = tile_layout(WARPS, 1, 2)
+    ROW: gl.constexpr = gl.SliceLayout(0, TILE)
+    RING: gl.constexpr = ring_layout(1)
+    num_blocks = width // BLOCK_D
+    i_group = gl.program_id(0) // num_blocks
+    o_block = gl.program_id(0) % num_blocks * BLOCK_D
+
+    ring_x = gl.allocate_shared_memory(x.dtype.element_ty, [2, TOKENS * BLOCK_D], RING)
+    ring_dt = gl.allocate_shared_memory(dt.dtype.element_ty, [2, TOKENS * BLOCK_D], RING)
+    ring_B = gl.allocate_shared_memory(gl.float32, [2, TOKENS * 16], RING)
+    ring_C = gl.allocate_shared_memory(gl.float32, [2, TOKENS * 16], RING)
+    x_rows = ring_x._reinterpret(x.dtype.element_ty, [2 * TOKENS, WARPS, 1, 64], ring_layout(3))
+    dt_rows = ring_dt._reinterpret(dt.dtype.element_ty, [2 * TOKENS, WARPS, 1, 64], ring_layout(3))
+    B_rows = ring_B._reinterpret(gl.float32, [2 * TOKENS, 1, 16], ring_layout(2))
+    C_rows = ring_C._reinterpret(gl.float32, [2 * TOKENS, 1, 16], ring_layout(2))
+    ring_z = ring_x
+    z_rows = x_rows
+    if z is not None:
+        ring_z = gl.allocate_shared_memory(z.dtype.element_ty, [2, TOKENS * BLOCK_D], RING)
+        z_rows = ring_z._reinterpret(z.dtype.element_ty, [2 * TOKENS, WARPS, 1, 64], ring_layout(3))
+
+    o_n, o_d = tile_offsets(TILE, WARPS, 1, 2)
+    o_d += o_block
+    o_h = o_n * dim + gl.expand_dims(o_d, 0)
+    # in the order in which the backward's tiles of four parts hold the states
+    o_scratch = o_n % 4 + (o_n // 4 ^ gl.expand_dims(o_d // 8 % 4, 0)) * 4
+    o_scratch = o_scratch * width + gl.expand_dims(o_d, 0)
+    b_A = gl.load(A + o_h)
+    b_D = gl.zeros([WARPS, 1, 64], gl.float32, layout=ROW)
+    if D is not None:
+        b_D = gl.load(D + o_d).to(gl.float32)
+    b_bias = gl.zeros([WARPS, 1, 64], gl.float32, layout=ROW)
+    if dt_bias is not None:
+        b_bias = gl.load(dt_bias + o_d).to(gl.float32)
+
+    for i_order in range(i_group, num_seqs, num_groups):
+        i_seq = gl.load(order + i_order)
+        start = gl.load(cu_seqlens + i_seq).to(gl.int64)
+        seqlen = gl.load(cu_seqlens + i_seq + 1) - start.to(gl.int32)
+        p_x = x + start * stride_x + o_block
+        p_dt = dt + start * stride_dt + o_block
+        p_BC = BC + start * 32
+        p_z = z
+        if z is not None:
+            p_z = z + start * stride_z + o_block
+        # the document before: other warps may still read its last tiles, and copies of no rows at
+        # its end still write zeros
+        async_copy.wait_group(0)
+        barrier()
+        for i_tile in range(2):
+            _stage(
+                ring_x, ring_dt, ring_z, ring_B, ring_C, i_tile, p_x, p_dt, p_z, p_BC,
+                stride_x, stride_dt, stride_z, seqlen - i_tile * TOKENS, TOKENS, BLOCK_D, WARPS,
+            )  # fmt: skip
+            p_x += TOKENS * stride_x
+            p_dt += TOKENS * stride_dt
+            p_BC += TOKENS * 32
+            if z is not None:
+                p_z += TOKENS * stride_z
+        b_h = gl.zeros([16, WARPS, 1, 64], gl.float32, layout=TILE)
+        if initial_states is not None:
+            b_h = gl.load(initial_states + i_seq.to(gl.int64) * 16 * dim + o_h).to(gl.float32)
+        p_y = y
+        if y is not None:
+            p_y = y + start * dim + o_d
+        p_states = unroll_states
+        if unroll_states is not None:
+            # one slot per full group of the row is enough: none is for the state before token 0
+            p_states = unroll_states + start // UNROLL * 16 * width + o_scratch
+        for i_tile in range(0, gl.cdiv(seqlen, TOKENS)):
+            num_left = seqlen - i_tile * TOKENS
+            async_copy.wait_group(1)
+            barrier()
+            i_row = i_tile % 2 * TOKENS
+            num_tokens = gl.minimum(num_left, TOKENS)
+            for _ in range(0, num_tokens // UNROLL):
+                for i in gl.static_range(UNROLL):
+                    b_h, b_y = _step(
+                        b_h, b_A, b_D, b_bias, x_rows, dt_rows, z_rows, B_rows, C_rows, i_row + i,
+                        y is not None, z is not None, SOFTPLUS, POLYNOMIAL, TILE,
+                    )  # fmt: skip
+                    if y is not None:
+                        gl.store(p_y + i * dim, b_y.to(y.dtype.element_ty))
+                i_row += UNROLL
+                if y is not None:
+                    p_y += UNROLL * dim
+                if unroll_states is not None:
+                    gl.store(p_states, b_h)
+                    p_states += 16 * width
+            for _ in range(0, num_tokens % UNROLL):
+                b_h, b_y = _step(
+                    b_h, b_A, b_D, b_bias, x_rows, dt_rows, z_rows, B_rows, C_rows, i_row,
+                    y is not None, z is not None, SOFTPLUS, POLYNOMIAL, TILE,
+                )  # fmt: skip
+                if y is not None:
+                    gl.store(p_y, b_y.to(y.dtype.element_ty))
+                    p_y += dim
+                i_row += 1
+            barrier()
+            _stage(
+                ring_x, ring_dt, ring_z, ring_B, ring_C, i_tile % 2, p_x, p_dt, p_z, p_BC,
+                stride_x, stride_dt, stride_z, num_left - 2 * TOKENS, TOKENS, BLOCK_D, WARPS,
+            )  # fmt: skip
+            p_x += TOKENS * stride_x
+            p_dt += TOKENS * stride_dt
+            p_BC += TOKENS * 32
+            if z is not None:
+                p_z += TOKENS * stride_z
+        if final_states is not None:
+            gl.store(final_states + i_seq.to(gl.int64) * 16 * dim + o_h, b_h)
+
+
+@gluon.jit
+def _stage(
+    ring_x, ring_dt, ring_z, ring_B, ring_C, i_slot, p_x, p_dt, p_z, p_BC,
+    stride_x, stride_dt, stride_z, num_rows,
+    TOKENS: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of a tile of tokens."""
+    stage_rows(ring_x, i_slot, p_x, stride_x, num_rows, TOKENS, BLOCK_D, WARPS)
+    stage_rows(ring_dt, i_slot, p_dt, stride_dt, num_rows, TOKENS, BLOCK_D, WARPS)
+    if p_z is not None:
+        stage_rows(ring_z, i_slot, p_z, stride_z, num_rows, TOKENS, BLOCK_D, WARPS)
+    stage_weights(ring_B, i_slot, p_BC, num_rows, TOKENS, 1, WARPS)
+    stage_weights(ring_C, i_slot, p_BC + 16, num_rows, TOKENS, 1, WARPS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _step(
+    b_h, b_A, b_D, b_bias, x_rows, dt_rows, z_rows, B_rows, C_rows, i_row,
+    HAS_Y: gl.constexpr, HAS_Z: gl.constexpr, SOFTPLUS: gl.constexpr, POLYNOMIAL: gl.constexpr,
+    TILE: gl.constexpr,
+):  # fmt: skip
+    """Return the state after a token, and its output."""
+    b_x = read_channels(x_rows, i_row, TILE)
+    b_dt = step_size(read_channels(dt_rows, i_row, TILE) + b_bias, SOFTPLUS)[0]
+    b_u = b_dt * LN_2 * b_x
+    b_decay = _exp2_of_tile(gl.expand_dims(b_dt, 0) * b_A, POLYNOMIAL)
+    b_h = b_decay * b_h + gl.expand_dims(b_u, 0) * read_states(B_rows, i_row, TILE)
+    b_y = b_x
+    if HAS_Y:
+        b_y = sum_states(b_h * read_states(C_rows, i_row, TILE)) + b_D * b_x
+    if HAS_Z:
+        b_z = read_channels(z_rows, i_row, TILE)
+        b_y *= b_z * sigmoid(b_z)
+    return b_h, b_y
+
+
+@gluon.jit
+def _exp2_of_tile(b_v, POLYNOMIAL: gl.constexpr):
+    if POLYNOMIAL:
+        # the special-function unit is what the kernel waits for: the multipliers do 2 of 32
+        b_v = gl.inline_asm_elementwise(
+            _EXP2_ASM, _EXP2_CONSTRAINTS, [b_v], dtype=gl.float32, is_pure=True, pack=32
+        )
+    else:
+        b_v = exp2(b_v)
+    return b_v
+
+
+def _exp2_asm(num_values: int, polynomial: range) -> str:
+    """Write PTX for 2^v: v = whole + r, |r| <= 1/2, 2^r a polynomial that is exact at 0."""
+    lines = ["{ .reg .f32 whole, r, p; .reg .b32 bits;"]
+    for i in range(num_values):
+        if i not in polynomial:
+            lines.append(f"ex2.approx.ftz.f32 ${i}, ${num_values + i};")
+            continue
+        lines.append(f"max.f32 r, ${num_values + i}, 0fC2FC0000;")
+        # 1.5 * 2^23: its sum with v has the whole part of v in the low bits
+        lines.append("add.rn.f32 whole, r, 0f4B400000; sub.rn.f32 p, whole, 0f4B400000;")
+        lines.append("sub.rn.f32 r, r, p; fma.rn.f32 p, r, 0f3C1D0164, 0f3D64FE23;")
+        lines.append("fma.rn.f32 p, p, r, 0f3E7601BC; fma.rn.f32 p, p, r, 0f3F317096;")
+        lines.append("fma.rn.f32 p, p, r, 0f3F800000;")
+        lines.append("mov.b32 bits, whole; shl.b32 bits, bits, 23;")
+        lines.append(f"{{ .reg .b32 q; mov.b32 q, p; add.s32 q, q, bits; mov.b32 ${i}, q; }}")
+    return " ".join([*lines, "}"])
+
+
+_EXP2_ASM = gl.constexpr(_exp2_asm(32, range(2)))
+_EXP2_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 32))
+
+
+def _scan_fwd(
+    x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
+    dt_softplus: bool, *, return_final_states: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Launch the forward: y and the final states ``(num_seqs, 16, dim)``."""
+    total, dim = x.shape
+    y = torch.empty((total, dim), dtype=x.dtype, device=x.device)
+    final_states = A.new_empty(len(order), 16, dim) if return_final_states else None
+    _launch_fwd(
+        x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, y, final_states, None, dim,
+        dt_softplus, unroll=8,
+    )  # fmt: skip
+    return y, final_states
+
+
+def _launch_fwd(
+    x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
+    y: Tensor | None, final_states: Tensor | None, unroll_states: Tensor | None, dim: int,
+    dt_softplus: bool, unroll: int,
+) -> None:  # fmt: skip
+    """Launch the forward for all channels or a slice of the ``dim`` that a row of memory has.
+
+    ``y``, ``final_states`` and ``unroll_states`` are written where given; the last, of
+    ``(total // unroll, 16, width)``, takes the state after every ``unroll`` tokens of a document.
+    """
+    width, num_seqs = x.shape[1], len(order)
+    num_warps = warps_of(width, 64)
+    num_blocks = width // (64 * num_warps)
+    num_groups = min(num_seqs, triton.cdiv(_MAX_PROGRAMS, num_blocks))
+    if y is None:
+        D = z = None
+    _scan_fwd_kernel[(num_blocks * num_groups,)](
+        x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order,
+        y, final_states, unroll_states,
+        x.stride(0), dt.stride(0), 0 if z is None else z.stride(0),
+        dim, width, num_seqs, num_groups,
+        SOFTPLUS=dt_softplus, TOKENS=16, UNROLL=unroll,
+        POLYNOMIAL=final_states is None and unroll_states is None,
+        WARPS=num_warps, num_warps=num_warps, maxnreg=168,
+    )  # fmt: skip
+
+
+# enough to fill the GPU many times over
+_MAX_PROGRAMS = 16384
+
+
+def warps_of(dim: int, channels: int) -> int:
+    """Return the warps of a program, of which each has that many channels."""
+    return next(num_warps for num_warps in (4, 2, 1) if dim % (channels * num_warps) == 0)
