@@ -25,7 +25,8 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout
 from xtuner_mamba.model import dispatch_packed
-from xtuner_mamba.model.sft import cast_all_but_dynamics, packed_token_loss
+from xtuner_mamba.model.loss import packed_token_loss
+from xtuner_mamba.model.sft import cast_all_but_dynamics
 from xtuner_mamba.testing import lognormal_lengths
 
 RESULTS = Path(__file__).parent / "results" / "model.csv"

@@ -11,7 +11,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.model import dispatch_packed
-from xtuner_mamba.model.sft import packed_token_loss
+from xtuner_mamba.model.loss import packed_token_loss
 from xtuner_mamba.ops import causal_conv1d, selective_scan
 from xtuner_mamba.testing import relative_rms
 

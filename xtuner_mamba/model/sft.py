@@ -3,14 +3,14 @@
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from mmengine import print_log
 from torch import Tensor, nn
 from xtuner.model import SupervisedFinetune
 from xtuner.model.utils import find_all_linear_names
 
-from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout, current_layout, current_mean_targets
+from xtuner_mamba.layout import current_layout, current_mean_targets
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE, dispatch_packed, token_mixers
+from xtuner_mamba.model.loss import packed_loss
 
 KEEP_FLOAT32 = ("A_log", "D")
 """Parameters of a Mamba mixer that a low-precision model keeps in float32 (Mamba's own rule)."""
@@ -29,6 +29,9 @@ class PackedSupervisedFinetune(SupervisedFinetune):
         autocast_dtype: Run the forward under autocast of this dtype, ``"bfloat16"`` or
             ``"float16"``. Only for engines that do not (DeepSpeed in float32); XTuner's
             ``AmpOptimWrapper`` sets its own.
+        fuse_norm: As in ``dispatch_packed``, as is ``recompute``.
+        fuse_loss: Never hold the logits of a training step. ``None`` stands for "on a GPU".
+        recompute: See ``fuse_norm``. Takes effect with ``use_activation_checkpointing=False``.
         **kwargs: XTuner's other arguments.
     """
 
@@ -38,14 +41,20 @@ class PackedSupervisedFinetune(SupervisedFinetune):
         *,
         use_varlen_attn: bool = True,
         autocast_dtype: str | None = None,
+        fuse_norm: bool | None = None,
+        fuse_loss: bool | None = None,
+        recompute: bool | None = None,
         **kwargs,
     ) -> None:
         if autocast_dtype not in (None, "bfloat16", "float16"):
             raise ValueError(
                 f"autocast_dtype must be None, 'bfloat16' or 'float16', got {autocast_dtype!r}"
             )
+        # XTuner's constructor builds and dispatches
+        self.dispatch_options = {"fuse_norm": fuse_norm, "recompute": recompute}
         super().__init__(llm, use_varlen_attn=use_varlen_attn, **kwargs)
         self.autocast_dtype = autocast_dtype
+        self.fuse_loss = fuse_loss
 
     def build_llm_from_cfg(
         self, llm_cfg: dict | nn.Module, use_varlen_attn: bool, max_position_embeddings: int | None
@@ -65,7 +74,7 @@ class PackedSupervisedFinetune(SupervisedFinetune):
             llm = super().build_llm_from_cfg(llm_cfg, use_varlen_attn, max_position_embeddings)
         if use_varlen_attn:
             cast_all_but_dynamics(llm, _as_dtype(dtype))
-            dispatched = dispatch_packed(llm)
+            dispatched = dispatch_packed(llm, **self.dispatch_options)
             if dispatched.counts:
                 print_log(f"Dispatch packed forwards: {dispatched.counts}", "current")
         return llm
@@ -96,32 +105,10 @@ class PackedSupervisedFinetune(SupervisedFinetune):
             # without a layout a dispatched mixer raises
             return super().compute_loss(data, data_samples)
         labels = data.pop("labels")
-        logits = self.llm(**data).logits
-        return {"loss": packed_token_loss(logits, labels, layout, current_mean_targets())}
-
-
-def packed_token_loss(
-    logits: Tensor, labels: Tensor, layout: PackedLayout, mean_targets: Tensor | None = None
-) -> Tensor:
-    """Sum the cross entropy over the target tokens and divide by the step's mean target count.
-
-    Averaged over the step's micro-batches and ranks, as MMEngine and DeepSpeed do, this is the
-    mean over every target token of the optimizer step.
-
-    Args:
-        logits: ``(batch, seqlen, vocab)``.
-        labels: Int64, ``(batch, seqlen)``, not shifted, -100 where there is no target.
-        layout: Boundaries of the batch.
-        mean_targets: Targets of a micro-batch, averaged over the optimizer step, ``()``. ``None``
-            stands for the targets of this batch.
-    """
-    targets = layout.targets(labels)
-    total = F.cross_entropy(
-        logits.flatten(0, -2), targets, ignore_index=IGNORE_INDEX, reduction="sum"
-    )
-    if mean_targets is None:
-        mean_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)
-    return total / mean_targets
+        loss = packed_loss(
+            self.llm, data, labels, layout, current_mean_targets(), fuse=self.fuse_loss
+        )
+        return {"loss": loss}
 
 
 def cast_all_but_dynamics(llm: nn.Module, dtype: torch.dtype | None) -> None:

@@ -1,6 +1,16 @@
 """Tensors in, tensors out: knows neither XTuner nor transformers."""
 
 from xtuner_mamba.ops.causal_conv1d import ConvWithStates, causal_conv1d
+from xtuner_mamba.ops.linear_cross_entropy import linear_cross_entropy
+from xtuner_mamba.ops.rms_norm import NormWithResidual, rms_norm
 from xtuner_mamba.ops.selective_scan import ScanWithStates, selective_scan
 
-__all__ = ["ConvWithStates", "ScanWithStates", "causal_conv1d", "selective_scan"]
+__all__ = [
+    "ConvWithStates",
+    "NormWithResidual",
+    "ScanWithStates",
+    "causal_conv1d",
+    "linear_cross_entropy",
+    "rms_norm",
+    "selective_scan",
+]

@@ -4,9 +4,13 @@ Replaces ``MambaMixer.forward`` of transformers 4.48. The projection *modules* a
 their weights, so that a LoRA or a quantised layer in their place acts.
 """
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from xtuner_mamba.layout import PackedLayout, current_layout
 from xtuner_mamba.ops import causal_conv1d, selective_scan
@@ -18,11 +22,15 @@ def mamba_mixer_forward(
     cache_params=None,
     cache_position: Tensor | None = None,
     attention_mask: Tensor | None = None,
+    *,
+    recompute: bool | None = False,
+    checkpointed_by: Sequence[nn.Module] = (),
 ) -> Tensor:
     """Mix the tokens of every document on its own, ``(batch, seqlen, hidden)`` in and out.
 
     Without a cache the published layout says where documents start; with one (generation) every
-    row is a document that the cache continues.
+    row is a document that the cache continues. ``recompute`` and ``checkpointed_by`` are bound by
+    ``dispatch_packed``.
 
     Raises:
         RuntimeError: No layout, one of another batch, or both a layout and a cache.
@@ -36,10 +44,19 @@ def mamba_mixer_forward(
             f"{tuple(attention_mask.shape)}; the layout alone says what belongs together"
         )
     packed = hidden_states.reshape(1, layout.total, -1)
-    x, z = self.in_proj(packed).chunk(2, dim=-1)
-    x = _convolve(self, x, cu_seqlens=layout.cu_seqlens)
-    y = _scan(self, x, z, cu_seqlens=layout.cu_seqlens)
-    return self.out_proj(y).reshape(hidden_states.shape)
+    xz = self.in_proj(packed)
+    # bound and not an argument, which a checkpoint would hand over as a tensor nobody has checked
+    mix = partial(_mix_documents, self, cu_seqlens=layout.cu_seqlens)
+    if _recomputes(self, xz, recompute, checkpointed_by):
+        y = checkpoint(mix, xz, use_reentrant=False)
+    else:
+        y = mix(xz)
+    return y.reshape(hidden_states.shape)
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Tell whether DeepSpeed's ZeRO-3 owns a parameter, whole only while its module runs."""
+    return hasattr(parameter, "ds_id")
 
 
 def layout_of(hidden_states: Tensor) -> PackedLayout:
@@ -66,6 +83,29 @@ def layout_of(hidden_states: Tensor) -> PackedLayout:
             f"{layout.cu_seqlens.device}; publish layout.to({str(hidden_states.device)!r})"
         )
     return layout
+
+
+def _recomputes(
+    self: nn.Module, xz: Tensor, recompute: bool | None, checkpointed_by: Sequence[nn.Module]
+) -> bool:
+    """Whether the backward runs :func:`_mix_documents` again, instead of keeping what it made."""
+    if recompute is None:
+        recompute = xz.is_cuda
+    return (
+        recompute
+        and torch.is_grad_enabled()
+        # ZeRO-3 would find modules running in the backward that it has not gathered
+        and not is_partitioned(self.A_log)
+        # once is enough
+        and not any(model.gradient_checkpointing and model.training for model in checkpointed_by)
+    )
+
+
+def _mix_documents(self: nn.Module, xz: Tensor, *, cu_seqlens: Tensor) -> Tensor:
+    """All that follows ``in_proj``; recomputed, it stops where ``out_proj`` has its input."""
+    x, z = xz.chunk(2, dim=-1)
+    x = _convolve(self, x, cu_seqlens=cu_seqlens)
+    return self.out_proj(_scan(self, x, z, cu_seqlens=cu_seqlens))
 
 
 def _continue_rows(

@@ -14,6 +14,19 @@ DISPATCH_TABLE = {
 }
 """Mixer class name to ``module:function``, a forward that keeps documents apart."""
 
+FUSED_TABLE = {
+    "MambaBlock": "xtuner_mamba.model.dispatch.mamba_lm:mamba_block_forward",
+    "MambaRMSNorm": "xtuner_mamba.model.dispatch.mamba_lm:mamba_norm_forward",
+    "MambaForCausalLM": "xtuner_mamba.model.dispatch.mamba_lm:mamba_causal_lm_forward",
+}
+"""Class name to ``module:function``, a forward that computes the same with fused ops."""
+
+_OPTIONS = {
+    "MambaMixer": ("recompute", "checkpointed_by"),
+    "MambaBlock": ("fuse_norm",),
+    "MambaRMSNorm": ("fuse_norm",),
+}
+
 # transformers' names for layers that let tokens see each other
 _MIXER_NAME = re.compile(r"(Mixer|Attention|SdpaAttention|FlashAttention2)$")
 
@@ -23,7 +36,7 @@ class Dispatched:
     """What :func:`dispatch_packed` replaced."""
 
     counts: dict[str, int]
-    """Layers replaced, by class name."""
+    """Token mixers replaced, by class name."""
     _previous: tuple[tuple[nn.Module, Callable | None], ...]
 
     def undo(self) -> None:
@@ -44,16 +57,27 @@ def token_mixers(model: nn.Module) -> dict[str, list[nn.Module]]:
     return found
 
 
-def dispatch_packed(model: nn.Module, also_covered: Iterable[str] = ()) -> Dispatched:
+def dispatch_packed(
+    model: nn.Module,
+    also_covered: Iterable[str] = (),
+    *,
+    fuse_norm: bool | None = None,
+    recompute: bool | None = None,
+) -> Dispatched:
     """Replace the forward of every token mixer by one that keeps packed documents apart.
 
     The layers of this model alone are changed, not their classes. From then on they read the
     published :class:`~xtuner_mamba.layout.PackedLayout` and refuse to run without one, but for
-    generation with a cache.
+    generation with a cache. Layers around the mixers get forwards that compute the same with
+    fused ops. A second call replaces what it does otherwise than the first.
 
     Args:
         model: For example ``transformers.MambaForCausalLM``, also wrapped by PEFT.
         also_covered: Class names that somebody else keeps apart (XTuner's flash attention).
+        fuse_norm: Norm and residual of a block in one kernel. ``None`` stands for "on a GPU".
+        recompute: Mixers keep for the backward what their input projection made, and compute the
+            rest again. ``None`` stands for "on a GPU". Without effect where the model checkpoints
+            whole blocks, and under ZeRO-3.
 
     Returns:
         What was replaced; its ``undo()`` takes it back.
@@ -76,15 +100,31 @@ def dispatch_packed(model: nn.Module, also_covered: Iterable[str] = ()) -> Dispa
             f"{type(model).__name__} must have a layer of {sorted(DISPATCH_TABLE)}, got only "
             f"{seen}; nothing was dispatched, so packed documents would leak"
         )
+    options = {
+        "fuse_norm": fuse_norm,
+        "recompute": recompute,
+        "checkpointed_by": tuple(
+            m for m in model.modules() if hasattr(m, "gradient_checkpointing")
+        ),
+    }
     previous = []
-    for name in DISPATCH_TABLE.keys() & found.keys():
-        module_name, function_name = DISPATCH_TABLE[name].split(":")
+    for module in model.modules():
+        name = type(module).__name__
+        path = DISPATCH_TABLE.get(name) or FUSED_TABLE.get(name)
+        if path is None:
+            continue
+        module_name, function_name = path.split(":")
         forward = getattr(import_module(module_name), function_name)
-        for module in found[name]:
-            had = module.__dict__.get("forward")
-            if getattr(had, "func", None) is forward:
-                continue
-            previous.append((module, had))
-            # not a method, which would be pickled by a name that the class does not have
-            module.forward = partial(forward, module)
-    return Dispatched(dict(Counter(type(m).__name__ for m, _ in previous)), tuple(previous))
+        # not a method, which would be pickled by a name that the class does not have
+        forward = partial(forward, module, **{key: options[key] for key in _OPTIONS.get(name, ())})
+        had = module.__dict__.get("forward")
+        if isinstance(had, partial) and (had.func, had.keywords) == (
+            forward.func,
+            forward.keywords,
+        ):
+            continue
+        previous.append((module, had))
+        module.forward = forward
+    counts = Counter(type(module).__name__ for module, _ in previous)
+    mixers = {name: count for name, count in counts.items() if name in DISPATCH_TABLE}
+    return Dispatched(mixers, tuple(previous))

@@ -1,0 +1,3 @@
+from xtuner_mamba.ops.linear_cross_entropy.api import linear_cross_entropy
+
+__all__ = ["linear_cross_entropy"]
