@@ -4,6 +4,7 @@ import copy
 import multiprocessing
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
@@ -13,7 +14,13 @@ from xtuner.dataset.map_fns import alpaca_map_fn, template_map_fn_factory
 from xtuner.registry import BUILDER
 from xtuner.utils import PROMPT_TEMPLATE
 
-from xtuner_mamba.dataset import PackedDataset, packed_dataset, process_packed_dataset
+from xtuner_mamba.dataset import (
+    PackedDataset,
+    document_map_fn,
+    packed_dataset,
+    process_packed_dataset,
+)
+from xtuner_mamba.dataset.process import check_arguments
 
 
 def to_conversation(row):
@@ -186,8 +193,18 @@ def test_the_report_is_logged(process, monkeypatch):
         ({"max_length": None}, "max_length must be an integer of at least 2, got None"),
         ({"max_length": 1}, "max_length must be an integer of at least 2, got 1"),
         ({"split": "test"}, "split must be 'train' or None .*, got 'test'"),
-        ({"packing": "first_fit"}, r"one of \['best_fit', 'wrap'\], got 'first_fit'"),
-        ({"too_long": "truncate"}, "too_long must be .*, got 'truncate'"),
+        ({"max_length": 32.0}, "max_length must be an integer of at least 2, got 32.0; it is"),
+        ({"packing": "first_fit"}, "packing must be 'best_fit' or 'wrap' .*, got 'first_fit'; "),
+        ({"too_long": "truncate"}, "too_long must be .* or 'error' .*, got 'truncate'; choose"),
+        ({"shuffle_before_pack": "no"}, "shuffle_before_pack must be .*, got 'no'; leave it out"),
+        ({"max_dataset_length": 0}, "max_dataset_length must be .* least 1, got 0; it is the"),
+        ({"map_num_proc": "4"}, "map_num_proc must be an integer of at least 1, got '4'; it is"),
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1; it is"),
+        ({"seed": None}, "seed must be an integer of at least 0, got None; it is"),
+        ({"dataset_map_fn": "alpaca_map_fnn"}, "the name of one, got 'alpaca_map_fnn'; write"),
+        ({"dataset_map_fn": 3}, "the name of one, got 3; write"),
+        ({"template_map_fn": "alpaca"}, "a function or a config, got 'alpaca'; write"),
+        ({"rename_maps": ["ab"]}, r"pairs of names, got \['ab'\]; write"),
         ({"pack_to_max_length": False}, "pack_to_max_length must be True .*, got False"),
         ({"use_varlen_attn": False}, "use_varlen_attn must be True .*, got False"),
         ({"input_ids_with_output": False}, "input_ids_with_output must be True .*, got False"),
@@ -211,6 +228,124 @@ def test_the_report_is_logged(process, monkeypatch):
 def test_arguments_that_cannot_be_met_are_refused(process, options, message):
     with pytest.raises(ValueError, match=message):
         process(**options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"dataset": None, "max_length": 8, "pakcing": "wrap"},
+            r"got an unexpected keyword argument 'pakcing'; they are dataset, .*, packing, ",
+        ),
+        ({"max_length": 8}, "got missing a required argument: 'dataset'; they are dataset, "),
+    ],
+)
+def test_arguments_that_there_are_not_are_named(arguments, message):
+    with pytest.raises(ValueError, match=f"process_packed_dataset must be given .*{message}"):
+        check_arguments(arguments)
+
+
+def test_arguments_that_can_be_met_pass():
+    arguments = dict(dataset=None, tokenizer=dict(type="any"), max_length=8)
+    check_arguments(arguments)
+    check_arguments(arguments | dict(max_dataset_length=np.int64(3), seed=np.int64(7)))
+    name = "xtuner.dataset.map_fns.alpaca_map_fn"
+    check_arguments(arguments | dict(dataset_map_fn=name, rename_maps=[["a", "b"]]))
+
+
+@pytest.fixture
+def process_text(tokenizer):
+    def process(rows, **options):
+        arguments = dict(
+            tokenizer=tokenizer, max_length=32, dataset_map_fn=document_map_fn, map_num_proc=1
+        )
+        return process_packed_dataset(Dataset.from_dict(rows), **arguments | options)
+
+    return process
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"text": ["a", None]}, "the output of a turn must be a text, got None in row 1; mend"),
+        ({"text": [None]}, "the output of a turn must be a text, got None in row 0; mend"),
+        ({"text": [5, 6]}, "the output of a turn must be a text, got 5 in row 0; mend"),
+        ({"content": ["a"]}, r"reads, got no 'text' in row 0 with the columns \['content'\]; "),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_rows_without_a_text_are_named(process_text, rows, message, num_proc):
+    template = dict(type=template_map_fn_factory, template=PROMPT_TEMPLATE.default)
+    for template_map_fn in (None, template):
+        with pytest.raises(ValueError, match=message):
+            process_text(rows, template_map_fn=template_map_fn, map_num_proc=num_proc)
+
+
+def test_texts_of_mixed_kinds_are_named(tmp_path, tokenizer):
+    (tmp_path / "train.jsonl").write_text('{"text": "w1"}\n{"text": "w2"}\n{"text": 3}\n')
+    source = dict(
+        type=load_dataset,
+        path="json",
+        data_files=str(tmp_path / "train.jsonl"),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    with pytest.raises(ValueError, match="must be a text, got 3 in row 2; mend"):
+        process_packed_dataset(
+            source, tokenizer=tokenizer, max_length=32, dataset_map_fn=document_map_fn
+        )
+
+
+@pytest.mark.parametrize(
+    ("conversation", "message"),
+    [
+        ([{"input": None, "output": "a"}], "the input of a turn must be a text, got None in row 1"),
+        ([{"input": "", "output": None}], "the output of a turn must be a text, got None in row 1"),
+        ([None], "the input of a turn must be a text, got None in row 1"),
+        (None, "a conversation must be a list of turns, got None in row 1; make it"),
+    ],
+    ids=str,
+)
+def test_turns_without_a_text_are_named(process_text, conversation, message):
+    good = [{"input": "w1", "output": "w2"}]
+    rows = {"talk": [good, conversation, good]}
+    options = dict(dataset_map_fn=None, rename_maps=[("talk", "conversation")])
+    with pytest.raises(ValueError, match=message):
+        process_text(rows, **options)
+    rows["talk"][1] = []
+    assert process_text(rows, **options).packing_report.documents == 2
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (["a"], "a conversation must be a list of turns, got 'a' in row 0; make it"),
+        ([["a"]], "the input of a turn must be a text, got None in row 0; mend"),
+        ([[{"input": "a"}]], "the output of a turn must be a text, got None in row 0; mend"),
+    ],
+    ids=str,
+)
+def test_what_is_no_conversation_is_named(process_text, column, message):
+    with pytest.raises(ValueError, match=message):
+        process_text({"conversation": column}, dataset_map_fn=None)
+
+
+def test_a_template_makes_a_text_of_any_input(process_text):
+    rows = {"conversation": [[{"input": None, "output": "w1"}], [{"input": None, "output": "w2"}]]}
+    template = dict(type=template_map_fn_factory, template=PROMPT_TEMPLATE.default)
+    packs = process_text(rows, dataset_map_fn=None, template_map_fn=template)
+    assert packs.packing_report.documents == 2
+
+
+def test_the_row_is_that_of_the_dataset_and_not_of_the_sample(process_text):
+    texts = ["w1"] * 2000
+    texts[1700] = None
+    with pytest.raises(ValueError, match="got None in row 1700;"):
+        process_text({"text": texts})
+    # what is sampled is an accident of the seed: the row has its own name nevertheless
+    texts = ["w1"] * 30 + [None] * 30
+    with pytest.raises(ValueError, match=r"got None in row (3|4|5)\d;"):
+        process_text({"text": texts}, max_dataset_length=20)
 
 
 def pack_on_rank(rank, store, rows, options, outcomes):

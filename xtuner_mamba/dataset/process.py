@@ -1,29 +1,51 @@
 """Documents in, packs out: XTuner's ``process_hf_dataset`` with a plan instead of a packer."""
 
+import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
 import torch.distributed
-from datasets import Dataset
 from mmengine.dist import get_rank, is_distributed
-from xtuner.dataset.huggingface import (
-    add_template_to_dataset,
-    build_origin_dataset,
-    map_dataset,
-    tokenize_dataset,
-)
+from xtuner.dataset.huggingface import tokenize_dataset
 from xtuner.dataset.utils import get_bos_eos_token_ids
 from xtuner.registry import BUILDER
 
+from xtuner_mamba.dataset.conversations import map_rows, resolve_map_fn
 from xtuner_mamba.dataset.documents import TokenizedDocuments
 from xtuner_mamba.dataset.packed_dataset import PLANNERS, PackedDataset, pack_documents
+from xtuner_mamba.dataset.sources import load_rows
 
 # what XTuner starts at most
 _MAX_NUM_PROC = 32
+# what arguments may be, and what to do instead of anything else
+_TEXT = "use xtuner.dataset.process_hf_dataset for rows that are no packs of text"
+_CHOICES = {
+    "split": (
+        ("train", None),
+        "use xtuner.dataset.process_hf_dataset with pack_to_max_length=False to evaluate",
+    ),
+    "packing": (tuple(PLANNERS), "'best_fit' cuts no document that fits, 'wrap' fills every pack"),
+    "too_long": (("split", "drop", "error"), "choose what becomes of documents over max_length"),
+    "do_dataset_tokenization": ((True, False), "leave it out to tokenize"),
+    "shuffle_before_pack": ((True, False), "leave it out to draw packs at random"),
+    "pack_to_max_length": ((True,), _TEXT),
+    "use_varlen_attn": ((True,), _TEXT),
+    "input_ids_with_output": ((True,), _TEXT),
+    "with_image_token": ((False,), _TEXT),
+}
+# the least value of integers, and what they are
+_LEAST = {
+    "max_length": (2, "the number of tokens of a pack"),
+    "max_dataset_length": (1, "the number of rows to sample; leave it out to use all"),
+    "map_num_proc": (1, "the number of processes; leave it out for as many as there are CPUs"),
+    "seed": (0, "what draws at random start from"),
+}
+_MAY_BE_NONE = ("max_dataset_length", "map_num_proc")
 
 
 def process_packed_dataset(
@@ -85,27 +107,29 @@ def process_packed_dataset(
     Raises:
         ValueError: An argument cannot be met, or nothing is left to train on.
     """
-    _check_arguments(
-        max_length=max_length,
-        split=split,
-        packing=packing,
-        too_long=too_long,
-        pack_to_max_length=pack_to_max_length,
-        use_varlen_attn=use_varlen_attn,
-        input_ids_with_output=input_ids_with_output,
-        with_image_token=with_image_token,
-    )
+    # nothing else has a name yet
+    check_arguments(locals())
 
     def build() -> PackedDataset:
         if do_dataset_tokenization:
             built_tokenizer = _build_tokenizer(tokenizer)
-        rows = build_origin_dataset(dataset, split)
-        if max_dataset_length is not None:
-            rows = _sample(rows, max_dataset_length, seed)
+        rows = load_rows(dataset, split)
+        numbers = np.arange(len(rows))
+        if max_dataset_length is not None and max_dataset_length < len(rows):
+            draw = np.random.default_rng(seed)
+            numbers = draw.choice(len(rows), max_dataset_length, replace=False)
+            rows = rows.select(numbers)
         num_proc = _num_proc(map_num_proc, len(rows))
-        rows = _map(rows, dataset_map_fn, template_map_fn, rename_maps, num_proc)
+        rows = map_rows(
+            rows,
+            numbers,
+            dataset_map_fn=dataset_map_fn,
+            template_map_fn=template_map_fn,
+            rename_maps=rename_maps,
+            num_proc=num_proc,
+            tokenized=not do_dataset_tokenization,
+        )
         if do_dataset_tokenization:
-            _check_conversations(rows)
             # XTuner cuts documents at max_length without a word: too_long decides instead
             rows = tokenize_dataset(
                 rows,
@@ -127,66 +151,59 @@ def process_packed_dataset(
     return _on_rank_zero(build)
 
 
-def _check_arguments(
-    *, max_length: int | None, split: str | None, packing: str, too_long: str, **flags: bool
-) -> None:
-    if not isinstance(max_length, int) or max_length < 2:
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of :func:`process_packed_dataset`, before anything is built.
+
+    Args:
+        arguments: By name, as a config has them.
+
+    Raises:
+        ValueError: One is unknown, missing, or cannot be met.
+    """
+    signature = inspect.signature(process_packed_dataset)
+    try:
+        call = signature.bind(**arguments)
+    except TypeError as error:
         raise ValueError(
-            f"max_length must be an integer of at least 2, got {max_length!r}; "
-            "it is the number of tokens of a pack"
-        )
-    if split not in ("train", None):
-        raise ValueError(
-            f"split must be 'train' or None to be packed, got {split!r}; use "
-            "xtuner.dataset.process_hf_dataset with pack_to_max_length=False to evaluate"
-        )
-    if packing not in PLANNERS:
-        raise ValueError(f"packing must be one of {list(PLANNERS)}, got {packing!r}")
-    if too_long not in ("split", "drop", "error"):
-        raise ValueError(f"too_long must be 'split', 'drop' or 'error', got {too_long!r}")
-    for name, value in flags.items():
-        required = name != "with_image_token"
-        if value is not required:
+            f"process_packed_dataset must be given the arguments that it has, got {error}; they "
+            f"are {', '.join(signature.parameters)}"
+        ) from None
+    call.apply_defaults()
+    values = call.arguments
+    for name, (choices, remedy) in _CHOICES.items():
+        if values[name] not in choices:
             raise ValueError(
-                f"{name} must be {required} in process_packed_dataset, got {value!r}; use "
-                "xtuner.dataset.process_hf_dataset for rows that are no packs of text"
+                f"{name} must be {' or '.join(map(repr, choices))} in process_packed_dataset, got "
+                f"{values[name]!r}; {remedy}"
             )
-
-
-def _sample(rows: Dataset, count: int, seed: int) -> Dataset:
-    if count >= len(rows):
-        return rows
-    return rows.select(np.random.default_rng(seed).choice(len(rows), count, replace=False))
-
-
-def _map(
-    rows: Dataset,
-    dataset_map_fn: Callable | str | None,
-    template_map_fn: Callable | dict | None,
-    rename_maps: Sequence[tuple[str, str]],
-    num_proc: int | None,
-) -> Dataset:
-    num_rows = len(rows)
-    if num_rows and dataset_map_fn is not None:
-        rows = map_dataset(rows, dataset_map_fn, num_proc)
-    if num_rows and template_map_fn is not None:
-        rows = add_template_to_dataset(rows, template_map_fn, num_proc)
-    if not len(rows):
-        raise ValueError(
-            f"the dataset must have at least one document, got 0 of {num_rows} rows; check its "
-            "path and split, and that dataset_map_fn returns a conversation"
-        )
-    for old, new in rename_maps:
-        rows = rows.rename_column(old, new)
-    return rows
-
-
-def _build_tokenizer(tokenizer: Any) -> Any:
-    if tokenizer is None:
+    for name, (least, meaning) in _LEAST.items():
+        value = values[name]
+        if value is None and name in _MAY_BE_NONE:
+            continue
+        if not isinstance(value, Integral) or value < least:
+            raise ValueError(
+                f"{name} must be an integer of at least {least}, got {value!r}; it is {meaning}"
+            )
+    if values["do_dataset_tokenization"] and values["tokenizer"] is None:
         raise ValueError(
             "tokenizer must be given to tokenize, got None; set do_dataset_tokenization=False "
             "for a dataset that has input_ids and labels"
         )
+    resolve_map_fn(values["dataset_map_fn"])
+    template = values["template_map_fn"]
+    if not (template is None or callable(template) or isinstance(template, dict)):
+        raise ValueError(
+            f"template_map_fn must be a function or a config, got {template!r}; write "
+            "dict(type=template_map_fn_factory, template=...)"
+        )
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in values["rename_maps"]):
+        raise ValueError(
+            f"rename_maps must be pairs of names, got {values['rename_maps']!r}; write "
+            "[('old', 'new')]"
+        )
+
+
+def _build_tokenizer(tokenizer: Any) -> Any:
     if isinstance(tokenizer, dict):
         tokenizer = BUILDER.build(tokenizer)
     bos, eos = get_bos_eos_token_ids(tokenizer)
@@ -197,14 +214,6 @@ def _build_tokenizer(tokenizer: Any) -> Any:
             "bos_token=... and eos_token=... to from_pretrained"
         )
     return tokenizer
-
-
-def _check_conversations(rows: Dataset) -> None:
-    if "conversation" not in rows.column_names:
-        raise ValueError(
-            f"rows must have the column conversation to be tokenized, got {rows.column_names}; "
-            "make it with dataset_map_fn, [{'input': '', 'output': text}] for plain text"
-        )
 
 
 def _num_proc(wanted: int | None, num_rows: int) -> int | None:
