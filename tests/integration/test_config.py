@@ -66,6 +66,37 @@ def test_template_is_covered(template, args):
         ({"sequence_parallel_size": 3}, r"divisible .* got 8192 and 3 in \S+dataset; .*of 3"),
         ({"sequence_parallel_size": 2}, r"sequence_parallel_size must be 1 .* got 2; "),
         (
+            {"train_cfg.type": "EpochBasedTrainLoop"},
+            r"train_cfg must use an iteration.*, got EpochBasedTrainLoop; use dict\(type=TrainLoop",
+        ),
+        (
+            {"train_dataloader.dataset.packing": "bestfit"},
+            r"^train_dataloader.dataset: packing must be 'best_fit' or .*, got 'bestfit'; ",
+        ),
+        (
+            {"train_dataloader.dataset.max_length": "8k"},
+            r"^train_dataloader.dataset: max_length must be an integer .*, got '8k'; ",
+        ),
+        (
+            {"train_dataloader.dataset.to_long": "drop"},
+            r"^train_dataloader.dataset: .* an unexpected keyword argument 'to_long'; they are ",
+        ),
+        (
+            {"train_dataloader.dataset.dataset.path": "./nowhere"},
+            r"^train_dataloader.dataset: path must be on this machine, got './nowhere'; ",
+        ),
+        (
+            {
+                "train_dataloader.dataset.dataset.path": "json",
+                "train_dataloader.dataset.dataset.data_files": "nowhere/*.jsonl",
+            },
+            r"^train_dataloader.dataset: data_files must .*, got none for 'nowhere/\*.jsonl' in /",
+        ),
+        (
+            {"train_dataloader.dataset.dataset.streaming": True},
+            r"^train_dataloader.dataset: streaming must be False .*, got True; ",
+        ),
+        (
             {"model.llm.pretrained_model_name_or_path": "/nowhere"},
             r"transformers can read, got '/nowhere'; ",
         ),
@@ -76,6 +107,25 @@ def test_what_cannot_train_is_refused(template, args, option, message):
     template.merge_from_dict(option)
     with pytest.raises(ConfigError, match=message):
         check_packed_training(template, args)
+
+
+def test_epochs_counted_by_mmengine_are_refused(template, args):
+    template.train_cfg = dict(by_epoch=True, max_epochs=1)
+    with pytest.raises(ConfigError, match=r"iteration.*, got EpochBasedTrainLoop; use"):
+        check_packed_training(template, args)
+    template.train_cfg = dict(by_epoch=False, max_iters=1)
+    assert check_packed_training(template, args)
+
+
+def test_dataset_of_xtuner_is_checked_like_ours_that_it_becomes(stock, args):
+    assert type_name(stock.train_dataloader.dataset) == "process_hf_dataset"
+    assert check_packed_training(stock, args)
+    several = dict(type="ConcatDataset", datasets=[stock.train_dataloader.dataset])
+    several["datasets"][0]["max_dataset_length"] = -1
+    stock.train_dataloader.dataset = several
+    message = r"^train_dataloader.dataset.datasets\[0\]: max_dataset_length must be .*, got -1; "
+    with pytest.raises(ConfigError, match=message):
+        check_packed_training(stock, args)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +156,12 @@ def test_model_of_xtuner_with_flash_attn_is_its_business(template, args, tmp_pat
     config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2)
     config.save_pretrained(tmp_path / "other")
     template.model.llm.pretrained_model_name_or_path = str(tmp_path / "other")
+    assert check_packed_training(template, args) is False
+    # so is a dataset of XTuner's, but not one of ours
+    template.train_dataloader.dataset.shuffel = True
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'shuffel'"):
+        check_packed_training(template, args)
+    template.train_dataloader.dataset.type = "process_hf_dataset"
     assert check_packed_training(template, args) is False
 
 

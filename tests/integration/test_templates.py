@@ -22,8 +22,12 @@ FINE_TUNE = [name for name in NAMES if "_full_alpaca_" in name]
 
 
 @pytest.fixture
-def offline(monkeypatch, tiny):
+def offline(monkeypatch, tiny, tmp_path):
     """Give a tiny model, its tokenizer and a few rows for whatever a template names."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("data", "demo/corpus"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "found.jsonl").write_text("not read")
     config = MambaConfig.from_pretrained(tiny / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny / "model")
     rows = datasets.load_dataset("json", data_dir=str(tiny / "data"), split="train")

@@ -6,12 +6,17 @@ from pathlib import Path
 
 import torch
 from mmengine.config import Config
+from mmengine.registry import LOOPS
+from mmengine.runner import EpochBasedTrainLoop
 from mmengine.utils import get_object_from_string
 from torch import nn
 
+from xtuner_mamba.dataset.process import check_arguments
+from xtuner_mamba.dataset.sources import check_source
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE, token_mixers
 
 _HOOKS = ("PackedLayoutHook", "VarlenAttnArgsToMessageHubHook")
+_DATALOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 
 
 class ConfigError(ValueError):
@@ -40,6 +45,8 @@ def check_packed_training(cfg: Config, args: argparse.Namespace) -> bool:
     covered = _check_model(cfg.model.llm)
     if covered:
         _check_rows_are_whole(cfg)
+        _check_loop(cfg)
+    _check_datasets(cfg, covered)
     return covered
 
 
@@ -63,7 +70,7 @@ def walk(node: object, path: str = "") -> Iterator[tuple[str, dict]]:
 
 def _uses_varlen(cfg: Config) -> bool:
     settings = {"use_varlen_attn": bool(cfg.get("use_varlen_attn", False))}
-    for part in ("model", "train_dataloader", "val_dataloader", "test_dataloader"):
+    for part in ("model", *_DATALOADERS):
         for path, node in walk(cfg.get(part), part):
             if "use_varlen_attn" in node:
                 settings[f"{path}.use_varlen_attn"] = bool(node["use_varlen_attn"])
@@ -94,7 +101,8 @@ def _check_row_length(cfg: Config) -> None:
     size = cfg.get("sequence_parallel_size", 1)
     for path, node in walk(cfg.train_dataloader, "train_dataloader"):
         length = node.get("max_length")
-        if length is not None and length % size:
+        # what is no number is told where the arguments of the dataset are checked
+        if isinstance(length, int) and length % size:
             raise ConfigError(
                 f"max_length must be divisible by sequence_parallel_size, got {length} and {size} "
                 f"in {path}; choose a multiple of {size}"
@@ -185,3 +193,34 @@ def _check_rows_are_whole(cfg: Config) -> None:
             f"sequence_parallel_size must be 1 for a model with Mamba layers, got {size}; their "
             "state runs along the row, which cannot be cut: lower max_length or use ZeRO instead"
         )
+
+
+def _check_loop(cfg: Config) -> None:
+    train_cfg = cfg.get("train_cfg") or {}
+    loop = train_cfg.get("type")
+    if isinstance(loop, str):
+        loop = LOOPS.get(loop)
+    if loop is None and train_cfg.get("by_epoch"):
+        loop = EpochBasedTrainLoop
+    if isinstance(loop, type) and issubclass(loop, EpochBasedTrainLoop):
+        raise ConfigError(
+            f"train_cfg must use an iteration-based loop with PackedLayoutHook, got "
+            f"{loop.__name__}; use dict(type=TrainLoop, max_epochs=...) from xtuner.engine.runner, "
+            "which counts epochs too"
+        )
+
+
+def _check_datasets(cfg: Config, covered: bool) -> None:
+    checked = {"process_packed_dataset"}
+    if covered:
+        # becomes ours before it is built
+        checked.add("process_hf_dataset")
+    for part in _DATALOADERS:
+        for path, node in walk(cfg.get(part), part):
+            if type_name(node) not in checked:
+                continue
+            try:
+                check_arguments({name: node[name] for name in node if name != "type"})
+                check_source(node["dataset"])
+            except ValueError as error:
+                raise ConfigError(f"{path}: {error}") from None
