@@ -6,7 +6,7 @@ from mmengine.dataset import DefaultSampler
 from mmengine.runner import Runner, loops
 from xtuner.parallel.sequence import sampler as xtuner_sampler
 
-from xtuner_mamba.dataset import PackedDataset, RedrawSampler, packed_collate_fn
+from xtuner_mamba.dataset import PackedDataset, RedrawSampler, packed_collate_fn, samplers
 from xtuner_mamba.dataset.packed_dataset import pack_documents
 
 NUM_EPOCHS = 3
@@ -111,6 +111,34 @@ def test_workers_forked_for_an_epoch_find_its_plan_made(packs, monkeypatch):
     assert packs[2, 0]["input_ids"]
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         packs[3, 0]
+
+
+def test_what_a_draw_leaves_out_is_told_every_epoch(make_documents, monkeypatch):
+    # documents of one token are no targets: a pack of nothing else is left out
+    lengths = [1] * 30 + [4] * 10
+    packs = pack_documents(make_documents(lengths), 4, packing="wrap")
+    sampler, lines, missing = RedrawSampler(packs, seed=0), [], []
+    monkeypatch.setattr(samplers, "print_log", lambda line, logger: lines.append(line))
+    for epoch in range(6):
+        lines.clear()
+        sampler.set_epoch(epoch)
+        packed = {t for _, i in sampler for t in packs[epoch, i]["input_ids"]}
+        every = {1000 * i + t for i, n in enumerate(lengths) for t in range(n)}
+        missing.append(every - packed)
+        assert packs.left_out.sum() == len(missing[-1])
+        assert lines == [
+            f"packs of epoch {epoch}: {len(packs.left_out)} left out for want of labels "
+            f"({len(missing[-1])} tokens)"
+        ]
+    assert packs.packing_report.num_masked_tokens == len(missing[0])
+    assert all(missing)
+    assert any(other != missing[0] for other in missing)
+
+
+def test_a_draw_of_everything_is_not_worth_a_word(packs, monkeypatch):
+    monkeypatch.setattr(samplers, "print_log", lambda line, logger: pytest.fail(line))
+    RedrawSampler(packs, seed=0).set_epoch(1)
+    assert packs.left_out.tolist() == []
 
 
 def test_a_dataset_with_one_draw_is_refused(packs, make_documents):

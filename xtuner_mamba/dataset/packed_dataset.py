@@ -23,7 +23,8 @@ class PackedDataset(Dataset):
     ``dataset[i]`` is a pack of the first draw, ``dataset[epoch, i]`` one of the draw that
     ``epoch`` names. A draw is a pure function of the seed and the epoch: the epoch travels in
     the index, so worker processes and resumed runs see the same packs. Every draw holds every
-    piece, in the same number of packs; packs without a target are left out.
+    piece, in the same number of packs; packs without a target are left out, not the same ones in
+    every draw: :attr:`left_out` tells.
 
     Args:
         documents: Where the tokens are.
@@ -38,6 +39,8 @@ class PackedDataset(Dataset):
 
     packing_report: PackingReport
     """What packing made of the dataset; set by :func:`pack_documents`."""
+    left_out: np.ndarray
+    """Tokens of each pack that the last draw left out for want of a target, int64."""
 
     def __init__(
         self,
@@ -50,12 +53,12 @@ class PackedDataset(Dataset):
     ) -> None:
         self._documents, self._pieces = documents, pieces
         self._planner, self._max_length, self.seed = planner, max_length, seed
-        self._plan, self._masked = self._draw_once(0, 0)
+        self._plan, self.left_out = self._draw_once(0, 0)
         self._epoch, self._num_packs = 0, len(self._plan)
         if self._num_packs == 0:
             raise ValueError(
                 f"a pack must have a label after its documents' first tokens, got none in "
-                f"{len(self._masked)} packs of max_length={max_length}; raise max_length"
+                f"{len(self.left_out)} packs of max_length={max_length}; raise max_length"
             )
         self.length: list[int] = self._plan.lengths.tolist()
         """Tokens of each pack of the first draw, where XTuner's samplers look for them."""
@@ -87,15 +90,15 @@ class PackedDataset(Dataset):
     def draw(self, epoch: int) -> PackPlan:
         """Return the packs of an epoch; those of the last epoch asked for are kept."""
         if epoch != self._epoch:
-            self._plan, self._epoch = self._draw(epoch), epoch
+            (self._plan, self.left_out), self._epoch = self._draw(epoch), epoch
         return self._plan
 
-    def _draw(self, epoch: int) -> PackPlan:
+    def _draw(self, epoch: int) -> tuple[PackPlan, np.ndarray]:
         for attempt in range(_MAX_ATTEMPTS):
-            plan, _ = self._draw_once(epoch, attempt)
+            plan, left_out = self._draw_once(epoch, attempt)
             if len(plan) == len(self):
-                return plan
-        return self._draw_once(0, 0)[0]
+                return plan, left_out
+        return self._draw_once(0, 0)
 
     def _draw_once(self, epoch: int, attempt: int) -> tuple[PackPlan, np.ndarray]:
         """Return a plan, and the lengths of the packs left out because they have no target."""
@@ -167,8 +170,8 @@ def pack_documents(
         num_dropped=int(dropped.sum()),
         num_dropped_tokens=int(lengths[dropped].sum()),
         num_masked=int((~labelled).sum()),
-        num_masked_packs=len(packs._masked),
-        num_masked_tokens=int(lengths[~labelled].sum() + packs._masked.sum()),
+        num_masked_packs=len(packs.left_out),
+        num_masked_tokens=int(lengths[~labelled].sum() + packs.left_out.sum()),
     )
     print_log(str(packs.packing_report), logger="current")
     return packs

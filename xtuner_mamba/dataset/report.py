@@ -10,7 +10,10 @@ _PADDED_BATCH = 16
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Counts of the first draw. Tokens packed, dropped and masked add up to the dataset's."""
+    """Counts of the first draw. Tokens packed, dropped and masked add up to the dataset's.
+
+    Later draws may leave out other packs for want of labels: ``RedrawSampler`` logs how many.
+    """
 
     documents: int
     """Documents with a token in some pack."""

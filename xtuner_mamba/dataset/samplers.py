@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mmengine.logging import print_log
 from mmengine.registry import DATA_SAMPLERS
 from xtuner.parallel.sequence import SequenceParallelSampler
 
@@ -14,7 +15,8 @@ class RedrawSampler(SequenceParallelSampler):
 
     MMEngine tells the epoch to the sampler and never to the dataset, which worker processes
     have copies of; so indices are ``(epoch, pack)``, and a resumed run that replays its batches
-    gets the same ones.
+    gets the same ones. A draw that leaves out packs without a target says so in the log, as the
+    packing report does of the first.
 
     Args:
         dataset: What ``process_packed_dataset`` returns.
@@ -52,3 +54,10 @@ class RedrawSampler(SequenceParallelSampler):
         super().set_epoch(epoch)
         # here, once: workers forked for this epoch find the plan made
         self.dataset.draw(epoch)
+        left_out = self.dataset.left_out
+        if len(left_out):
+            print_log(
+                f"packs of epoch {epoch}: {len(left_out):,} left out for want of labels "
+                f"({left_out.sum():,} tokens)",
+                logger="current",
+            )
