@@ -3,6 +3,7 @@
 Weights are random and bfloat16 (``A_log`` and ``D`` float32 here), documents log-normal(6.2, 0.85)
 kept in [57, 2048], no activation checkpointing. Needs a GPU; the other ways need mamba-ssm and
 causal-conv1d. "leaking" is their packed row, whose documents see each other: fast and wrong.
+--without leaves parts of the packed way to transformers, --profile says what its time went to.
 Appends a row a way to benchmarks/results/model.csv.
 """
 
@@ -10,7 +11,7 @@ import argparse
 import csv
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout
 from xtuner_mamba.model import dispatch_packed
-from xtuner_mamba.model.loss import packed_token_loss
+from xtuner_mamba.model.loss import packed_loss
 from xtuner_mamba.model.sft import cast_all_but_dynamics
 from xtuner_mamba.testing import lognormal_lengths
 
@@ -37,6 +38,7 @@ SIZES = {
     "1.4b": dict(hidden_size=2048, num_hidden_layers=48),
 }
 WAYS = ("packed", "leaking", "padded", "alone")
+PARTS = ("norm", "loss", "recompute")
 DOCUMENTS_A_BATCH = 16
 
 
@@ -50,18 +52,23 @@ def make_model(size: str) -> MambaForCausalLM:
     return model.train()
 
 
-def make_step(way: str, model: MambaForCausalLM, total: int) -> tuple[Callable[[], None], int]:
+def make_step(
+    way: str, model: MambaForCausalLM, total: int, without: Sequence[str]
+) -> tuple[Callable[[], None], int]:
     """Return a function that runs forward and backward once, and the real tokens it trains on."""
     lengths = lognormal_lengths(total, seed=0)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 50280, (total,), generator=generator).cuda()
     if way == "packed":
+        dispatch_packed(
+            model, fuse_norm="norm" not in without, recompute="recompute" not in without
+        )
         layout = PackedLayout.from_lengths(lengths).to("cuda")
+        inputs, fuse = {"input_ids": tokens[None]}, "loss" not in without
 
         def step() -> None:
             with layout.published():
-                logits = model(tokens[None]).logits
-                packed_token_loss(logits, tokens[None], layout).backward()
+                packed_loss(model, inputs, tokens[None], layout, fuse=fuse).backward()
 
         return step, total
     if way == "leaking":
@@ -87,12 +94,12 @@ def _loss(model: MambaForCausalLM, input_ids: Tensor, labels: Tensor) -> Tensor:
     return model(input_ids, labels=labels).loss
 
 
-def measure(way: str, size: str, total: int, repeats: int) -> dict:
+def measure(
+    way: str, size: str, total: int, repeats: int, without: Sequence[str], with_profile: bool
+) -> dict:
     """Run a way a few times; median seconds, tokens a second, and the memory at its peak."""
     model = make_model(size)
-    if way == "packed":
-        dispatch_packed(model)
-    step, real = make_step(way, model, total)
+    step, real = make_step(way, model, total, without)
     seconds = []
     for i in range(repeats + 2):
         model.zero_grad()
@@ -105,6 +112,10 @@ def measure(way: str, size: str, total: int, repeats: int) -> dict:
         torch.cuda.synchronize()
         seconds.append(start.elapsed_time(end) / 1e3)
     median = statistics.median(seconds[2:])
+    if with_profile:
+        print(profile_step(step))
+    if way == "packed" and without:
+        way = f"packed without {' '.join(without)}"
     return {
         "way": way,
         "seconds": round(median, 4),
@@ -114,6 +125,24 @@ def measure(way: str, size: str, total: int, repeats: int) -> dict:
     }
 
 
+def profile_step(step: Callable[[], None]) -> str:
+    """Run a step under the profiler; its kernels by time."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        torch.cuda.synchronize()
+    kernels = [
+        e for e in profiler.key_averages() if e.device_type == torch.profiler.DeviceType.CUDA
+    ]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in kernels)
+    lines = [f"{total / 1e3:9.1f} ms of kernels in a step"]
+    for event in kernels[:40]:
+        time = event.self_device_time_total / 1e3
+        lines.append(f"{time:9.1f} ms {event.count:6d} x  {event.key[:110]}")
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure, record and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -121,6 +150,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=32768, help="of a packed step")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        choices=PARTS,
+        default=(),
+        help="parts of the packed way to do without",
+    )
+    parser.add_argument("--profile", action="store_true", help="also print the kernels of a step")
     parser.add_argument("--commit", help="of this checkout, where git is missing")
     args = parser.parse_args(argv)
 
@@ -138,7 +175,9 @@ def main(argv: list[str] | None = None) -> int:
     }
     rows = []
     for way in args.ways:
-        rows.append(about | measure(way, args.size, args.tokens, args.repeats))
+        rows.append(
+            about | measure(way, args.size, args.tokens, args.repeats, args.without, args.profile)
+        )
         torch.cuda.empty_cache()
     RESULTS.parent.mkdir(exist_ok=True)
     is_new = not RESULTS.exists()

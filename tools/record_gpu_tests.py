@@ -17,7 +17,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "benchmarks" / "results" / "gpu_tests.md"
-TESTS = ["tests/ops"]
+TESTS = ["tests/ops", "tests/model/test_fused_model.py"]
 PACKAGES = ["torch", "triton", "transformers", "mmengine", "xtuner"]
 
 

@@ -2,13 +2,14 @@
 
 import functools
 
+import torch
 import torch.nn.functional as F
 from mmengine import print_log
 from torch import Tensor, nn
 
 from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout
 from xtuner_mamba.model.dispatch.mamba import is_partitioned
-from xtuner_mamba.model.dispatch.mamba_lm import fuses, mamba_causal_lm_forward
+from xtuner_mamba.model.dispatch.mamba_lm import mamba_causal_lm_forward
 
 
 def packed_loss(
@@ -32,10 +33,8 @@ def packed_loss(
             stands for "on a GPU". A model that cannot gets the loss of its logits, and the log
             says why.
     """
-    base = llm.get_base_model() if hasattr(llm, "get_base_model") else llm
-    head = base.get_output_embeddings()
-    if fuses(fuse, head.weight):
-        obstacle = _obstacle(base, head)
+    if labels.is_cuda if fuse is None else fuse:
+        obstacle = _obstacle(llm)
         if obstacle is None:
             targets = layout.targets(labels)
             return _mean(llm(**inputs, targets=targets).loss, targets, mean_targets)
@@ -71,16 +70,20 @@ def _mean(total: Tensor, targets: Tensor, mean_targets: Tensor | None) -> Tensor
     return total / mean_targets
 
 
-def _obstacle(base: nn.Module, head: nn.Module) -> str | None:
+def _obstacle(llm: nn.Module) -> str | None:
     """Say why the loss cannot read the head's weight, ``None`` if it can."""
+    base = llm.get_base_model() if hasattr(llm, "get_base_model") else llm
     if getattr(base.forward, "func", None) is not mamba_causal_lm_forward:
         return f"{type(base).__name__} has no forward that leaves the logits out"
+    head = base.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None:
         return f"the head must be a linear layer without bias, got {head}"
     if is_partitioned(head.weight):
         return "ZeRO-3 gathers the head for its own forward only"
     if "forward" in head.__dict__ or head._forward_hooks or head._forward_pre_hooks:
         return "the head has hooks, which only its own forward runs"
+    if head.weight.is_cuda and head.weight.dtype == torch.float64:
+        return "the kernels take no float64"
     return None
 
 

@@ -24,7 +24,7 @@ def mamba_block_forward(
 
     ``fuse_norm`` is bound by ``dispatch_packed``.
     """
-    if not fuses(fuse_norm, hidden_states):
+    if not _fuses(fuse_norm, hidden_states):
         return type(self).forward(self, hidden_states, cache_params, cache_position, attention_mask)
     normed, residual = self.norm(
         hidden_states,
@@ -51,7 +51,7 @@ def mamba_norm_forward(
 
     ``fuse_norm`` is bound by ``dispatch_packed``.
     """
-    if not fuses(fuse_norm, hidden_states):
+    if not _fuses(fuse_norm, hidden_states):
         return type(self).forward(self, hidden_states)
     result = rms_norm(
         hidden_states,
@@ -105,7 +105,7 @@ def mamba_causal_lm_forward(
     return MambaCausalLMOutput(loss=loss)
 
 
-def fuses(wanted: bool | None, x: Tensor) -> bool:
+def _fuses(wanted: bool | None, x: Tensor) -> bool:
     """Decide whether a fused op takes the place of transformers' own operations.
 
     Args:
