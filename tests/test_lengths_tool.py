@@ -1,0 +1,163 @@
+"""``xtuner-mamba lengths``: from a file or a config to tables, a picture and JSON."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, disable_progress_bars
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from xtuner_mamba import cli
+
+disable_progress_bars()
+ROOT = Path(__file__).parents[1]
+LENGTHS = [3, 4, 4, 9, 30]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+@pytest.fixture
+def tokenizer(folder):
+    """One token a word, with an end before and after the text."""
+    words = Tokenizer(WordLevel({"<unk>": 0, "<end>": 1, "w": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    ends = dict(bos_token="<end>", eos_token="<end>", unk_token="<unk>")
+    PreTrainedTokenizerFast(tokenizer_object=words, **ends).save_pretrained(folder / "tokenizer")
+    return "tokenizer"
+
+
+def write(path, rows):
+    Path(path).write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def numbers(capsys, *arguments):
+    assert cli.main(["lengths", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("column", ["length", "input_ids", "text"])
+def test_a_file_of_lengths_tokens_or_texts(capsys, tokenizer, column):
+    made = {
+        "length": lambda n: n,
+        "input_ids": lambda n: [7] * n,
+        # the ends are tokens too
+        "text": lambda n: " ".join(["w"] * (n - 2)),
+    }
+    rows = [{column: made[column](n), "other": "x"} for n in LENGTHS]
+    source = write("documents.jsonl", rows)
+    found = numbers(capsys, source, "--tokenizer", tokenizer, "--max-length", "16")
+    assert found["documents"] == len(LENGTHS)
+    assert found["tokens"] == sum(LENGTHS)
+    assert found["quantiles"]["max"] == 30
+    assert found["long_documents"] == 1
+    assert found["max_length"] == 16
+    assert found["advice"]["scheme"] in ("packed", "bucket")
+
+
+def test_a_parquet_file(capsys):
+    Dataset.from_dict({"length": LENGTHS}).to_parquet("documents.parquet")
+    assert numbers(capsys, "documents.parquet")["tokens"] == sum(LENGTHS)
+
+
+CONFIG = """
+from datasets import load_dataset
+from mmengine.dataset import DefaultSampler
+from xtuner_mamba.dataset import BucketBatchSampler, process_document_dataset
+
+train_dataloader = dict(
+    dataset=dict(
+        type=process_document_dataset,
+        dataset=dict(type=load_dataset, path="json", data_files="documents.jsonl"),
+        do_dataset_tokenization=False,
+        max_length=16,
+        too_long="drop",
+    ),
+    batch_sampler=dict(type=BucketBatchSampler, boundaries=[4, 16], tokens_per_batch=32),
+)
+"""
+
+
+def test_a_config_gives_its_documents_row_length_and_boundaries(capsys):
+    rows = [{"input_ids": [7] * n, "labels": [7] * n} for n in LENGTHS]
+    # as in training, what has no label is not there
+    rows.append({"input_ids": [7] * 50, "labels": [-100] * 50})
+    write("documents.jsonl", rows)
+    Path("config.py").write_text(CONFIG)
+    found = numbers(capsys, "config.py")
+    assert found["tokens"] == sum(LENGTHS)
+    assert found["max_length"] == 16
+    assert [bucket["boundary"] for bucket in found["buckets"]] == [4, 16]
+    assert [bucket["batch_size"] for bucket in found["buckets"]] == [8, 2]
+    # the command line has the last word
+    found = numbers(capsys, "config.py", "--boundaries", "8", "40", "--max-length", "40")
+    assert [bucket["boundary"] for bucket in found["buckets"]] == [8, 40]
+
+
+def test_tables_and_a_picture(capsys, folder):
+    write("documents.jsonl", [{"length": n} for n in LENGTHS])
+    arguments = ["documents.jsonl", "--max-length", "32", "--boundaries", "8", "32"]
+    assert cli.main(["lengths", *arguments]) == 0
+    output = capsys.readouterr().out
+    assert "5 documents, 50 tokens: min 3" in output
+    for words in ("packed, best fit", "optimal buckets, 4", "powers of two", "your buckets"):
+        assert words in output
+    assert "Recommended: " in output
+    assert "picture in documents_lengths.png" in output
+    assert (folder / "documents_lengths.png").read_bytes().startswith(b"\x89PNG")
+    assert cli.main(["lengths", *arguments, "--png", "mine.png"]) == 0
+    assert (folder / "mine.png").exists()
+
+
+def test_boundaries_to_copy_where_buckets_are_recommended(capsys):
+    write("documents.jsonl", [{"length": n} for n in range(600, 1000, 5)])
+    assert cli.main(["lengths", "documents.jsonl", "--max-length", "1024"]) == 0
+    assert "boundaries = [" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("documents.txt", "ends with .json, .jsonl, .parquet, .csv, got 'documents.txt'"),
+        ("words.jsonl", r"length, input_ids or text, got ['word']"),
+        ("texts.jsonl", "a tokenizer must be given for the column text, got none"),
+        ("other.py", "got list; give the data file instead"),
+        ("long.jsonl", "got 8 for 9 tokens in document 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(capsys, source, message):
+    write("words.jsonl", [{"word": "x"}])
+    write("texts.jsonl", [{"text": "x"}])
+    write("long.jsonl", [{"length": 9}])
+    Path("other.py").write_text("train_dataloader = dict(dataset=dict(type=list))\n")
+    assert cli.main(["lengths", source, "--boundaries", "8"]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith(f"{source}: ")
+
+
+def test_a_verb_that_there_is_not(capsys):
+    assert cli.main(["widths"]) == 2
+    assert "VERB must be one of lengths, got widths" in capsys.readouterr().err
+    assert cli.main(["--help"]) == 0
+    assert "lengths      compare the ways to batch" in capsys.readouterr().out
+
+
+def test_every_verb_has_a_script_of_its_name(monkeypatch, capsys):
+    for verb in cli.VERBS:
+        monkeypatch.setattr(sys, "argv", [verb, "--help"])
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(ROOT / "tools" / f"{verb}.py"), run_name="__main__")
+        assert stop.value.code == 0
+        assert f"usage: xtuner-mamba {verb}" in capsys.readouterr().out

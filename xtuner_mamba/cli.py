@@ -1,0 +1,25 @@
+"""``xtuner-mamba VERB``: the tools that stand beside XTuner's own commands."""
+
+import sys
+from importlib import import_module
+
+VERBS = {
+    "lengths": "compare the ways to batch a corpus by the lengths of its documents",
+}
+"""What each module of :mod:`xtuner_mamba.tools` is for."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a verb with the rest of the arguments, and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    verb = arguments[0] if arguments else None
+    if verb in VERBS:
+        # imported now: what a verb needs takes seconds to import
+        return import_module(f"xtuner_mamba.tools.{verb}").main(arguments[1:])
+    asked = verb in ("-h", "--help")
+    if not asked:
+        print(f"VERB must be one of {', '.join(VERBS)}, got {verb}", file=sys.stderr)
+    lines = [f"  {name:12} {meaning}" for name, meaning in VERBS.items()]
+    usage = "usage: xtuner-mamba VERB ...; `xtuner-mamba VERB --help` says more"
+    print("\n".join([usage, *lines]), file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2

@@ -1,0 +1,98 @@
+"""Which scheme fits a corpus, and why, in sentences with the numbers that decide it."""
+
+from dataclasses import dataclass
+
+from xtuner_mamba.dataset.lengths import (
+    CHUNKS,
+    OPTIMAL,
+    OWN,
+    PACKED,
+    POWERS,
+    LengthReport,
+    Scheme,
+    choose_bucket_count,
+)
+
+# share of unused places below which packing needs no second thought
+_FULL_ENOUGH = 0.05
+# share of padding above which a bucket is too coarse
+COARSE = 0.25
+# a bucket whose share of tokens the square root raises so many times is seldom seen otherwise
+_SELDOM = 3
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A scheme, its reason, and what else the lengths call for."""
+
+    scheme: str
+    """``"packed"`` or ``"bucket"``, as in the names of the templates."""
+    boundaries: tuple[int, ...]
+    """The optimal ones that pay, for whoever chooses buckets."""
+    reason: str
+    notes: list[str]
+
+
+def advise(report: LengthReport) -> Advice:
+    """Recommend a scheme for a corpus."""
+    packed, bucketed = report.scheme(PACKED), _best_buckets(report)
+    count = len(bucketed.boundaries)
+    if packed.padding <= max(_FULL_ENOUGH, bucketed.padding):
+        chosen = "packed"
+        reason = (
+            f"packs leave {packed.padding:.1%} of their places unused and cut no document that "
+            f"fits; {count} optimal buckets pad {bucketed.padding:.1%}, powers of two "
+            f"{report.scheme(POWERS).padding:.1%}. Every step has about as many tokens"
+        )
+    else:
+        chosen = "bucket"
+        reason = (
+            f"packs would leave {packed.padding:.1%} of their places unused, since few documents "
+            f"fit beside one another in {report.max_length:,} tokens; {count} optimal buckets pad "
+            f"{bucketed.padding:.1%}. With a max_length of many documents packs would be full"
+        )
+    notes = [*_long_documents(report), *_coarse_buckets(report), *_seldom_seen(report)]
+    return Advice(chosen, bucketed.boundaries, reason, notes)
+
+
+def _best_buckets(report: LengthReport) -> Scheme:
+    prefix = OPTIMAL.format("")
+    optimal = [scheme for scheme in report.schemes if scheme.name.startswith(prefix)]
+    return optimal[choose_bucket_count([scheme.padding for scheme in optimal]) - 1]
+
+
+def _long_documents(report: LengthReport) -> list[str]:
+    if not report.long_documents:
+        return []
+    return [
+        f"{report.long_documents:,} documents with {report.long_tokens / report.tokens:.1%} of the "
+        f"tokens are longer than max_length={report.max_length:,} and are cut, so that what comes "
+        f"after a cut is read without what came before. The longest has "
+        f"{report.quantiles['max']:,}: raise max_length as far as memory allows (fixed chunks "
+        f"would cut {report.scheme(CHUNKS).num_split:,} documents)"
+    ]
+
+
+def _coarse_buckets(report: LengthReport) -> list[str]:
+    if not any(scheme.name == OWN for scheme in report.schemes):
+        return []
+    return [
+        f"the bucket up to {bucket.boundary:,} is {bucket.padding:.0%} padding; the boundary "
+        f"that spares most in it is {bucket.best_split:,}"
+        for bucket in report.buckets
+        if bucket.padding > COARSE and bucket.best_split is not None
+    ]
+
+
+def _seldom_seen(report: LengthReport) -> list[str]:
+    lower = 0
+    notes = []
+    for bucket in report.buckets:
+        if bucket.sqrt_tokens > _SELDOM * bucket.natural:
+            notes.append(
+                f"documents of {lower + 1:,} to {bucket.boundary:,} tokens are "
+                f"{bucket.natural:.1%} of the tokens; sampling='sqrt_tokens' of BucketBatchSampler "
+                f"makes them {bucket.sqrt_tokens:.1%}, if the model must be good at such lengths"
+            )
+        lower = bucket.boundary
+    return notes

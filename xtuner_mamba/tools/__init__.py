@@ -1,0 +1,1 @@
+"""Commands of ``xtuner-mamba``: one module a verb, with ``main(argv) -> int``."""
