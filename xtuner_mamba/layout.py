@@ -4,7 +4,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -62,9 +62,9 @@ class PackedLayout:
                 f"lengths must add up to at most {_MAX_TOTAL} tokens, got {sum(lengths)}; "
                 "pack the documents into several rows"
             )
-        cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
-        return cls(_mark_checked(cu_seqlens, sum(lengths)), lengths)
+        offsets = [0, *accumulate(lengths)]
+        cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+        return cls(_mark_checked(cu_seqlens, offsets), lengths)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> "PackedLayout":
@@ -75,9 +75,9 @@ class PackedLayout:
         Raises:
             ValueError: The offsets do not rise from 0.
         """
-        _check_offsets(cu_seqlens, total=None)
-        lengths = tuple(cu_seqlens.diff().tolist())
-        return cls(_mark_checked(cu_seqlens.clone(), sum(lengths)), lengths)
+        offsets = _check_offsets(cu_seqlens, total=None)
+        lengths = tuple(end - start for start, end in pairwise(offsets))
+        return cls(_mark_checked(cu_seqlens.clone(), offsets), lengths)
 
     @property
     def total(self) -> int:
@@ -137,7 +137,8 @@ class PackedLayout:
     def to(self, device: torch.device | str) -> "PackedLayout":
         """Return the same layout with its tensor on ``device``."""
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=True)
-        return PackedLayout(_mark_checked(cu_seqlens, self.total), self.lengths)
+        offsets = offsets_on_host(self.cu_seqlens)
+        return PackedLayout(_mark_checked(cu_seqlens, offsets), self.lengths)
 
     def check_covers(self, batch: int, seqlen: int) -> None:
         """Check that these documents fill a batch of ``batch`` rows of ``seqlen`` tokens.
@@ -195,12 +196,19 @@ def check_cu_seqlens(cu_seqlens: Tensor, total: int) -> None:
         ValueError: The dtype, the shape or the values are wrong.
     """
     if getattr(cu_seqlens, "_checked", None) != (_version(cu_seqlens), total):
-        _check_offsets(cu_seqlens, total)
-        _mark_checked(cu_seqlens, total)
+        _mark_checked(cu_seqlens, _check_offsets(cu_seqlens, total))
 
 
-def _mark_checked(cu_seqlens: Tensor, total: int) -> Tensor:
-    cu_seqlens._checked = (_version(cu_seqlens), total)
+def offsets_on_host(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Return the offsets that :func:`check_cu_seqlens` has read, without waiting for a GPU."""
+    return cu_seqlens._offsets
+
+
+def _mark_checked(cu_seqlens: Tensor, offsets: Sequence[int]) -> Tensor:
+    cu_seqlens._checked = (_version(cu_seqlens), offsets[-1])
+    cu_seqlens._offsets = tuple(offsets)
+    # what ops have derived from offsets that may have been others
+    cu_seqlens.__dict__.pop("_chunks", None)
     return cu_seqlens
 
 
@@ -209,7 +217,7 @@ def _version(cu_seqlens: Tensor) -> int | None:
     return None if cu_seqlens.is_inference() else cu_seqlens._version
 
 
-def _check_offsets(cu_seqlens: Tensor, total: int | None) -> None:
+def _check_offsets(cu_seqlens: Tensor, total: int | None) -> list[int]:
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(
             "cu_seqlens must be int32 of shape (num_seqs + 1,) with num_seqs >= 1, got "
@@ -229,6 +237,7 @@ def _check_offsets(cu_seqlens: Tensor, total: int | None) -> None:
             f"cu_seqlens must end at the row's {total} tokens, got {offsets[-1]}; "
             "boundaries and tokens belong to different packs"
         )
+    return offsets
 
 
 # -- the MessageHub: the one place that knows XTuner's keys --------------------------------------

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 import triton
+from hypothesis import given
+from hypothesis import strategies as st
 
-from xtuner_mamba.layout import PackedLayout
+from xtuner_mamba.layout import PackedLayout, check_cu_seqlens
 from xtuner_mamba.ops import causal_conv1d, selective_scan
 from xtuner_mamba.ops.causal_conv1d.triton_fwd import GROUP, tokens_of_a_program
-from xtuner_mamba.ops.selective_scan import triton_bwd
+from xtuner_mamba.ops.selective_scan import chunks, triton_bwd
 from xtuner_mamba.ops.selective_scan.triton_fwd import CHUNK
 from xtuner_mamba.testing import (
     assert_errs_like_eager,
@@ -184,6 +186,79 @@ def test_step_sizes_of_every_magnitude(magnitude, right):
         return {name: results[name][0][side] for name in ("y", "dx", "ddt")}
 
     assert_accurate("scan", draws, select=select)
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Documents of more than 5 tokens in chunks of 3, as if they were far too long."""
+    monkeypatch.setattr(chunks, "_limits", lambda fair: (5, 3))
+
+
+@pytest.mark.parametrize("absent", [None, "z", "dt_bias", "initial_states"])
+def test_long_documents_run_in_chunks(cut, absent):
+    draws = [make_scan_inputs([5, 6, 1, 11], dim=40, dstate=4, seed=seed) for seed in range(3)]
+    for inputs in draws:
+        inputs.pop(absent, None)
+        layout = chunks.cut_long_documents(inputs["cu_seqlens"], dim=40)
+        assert layout.cu_seqlens.tolist() == [0, 5, 8, 11, 12, 15, 18, 21, 23]
+        assert layout.cu_chunks.tolist() == [0, 1, 3, 4, 8]
+        assert layout.seqs.tolist() == [0, 1, 1, 2, 3, 3, 3, 3]
+    assert_accurate("scan", draws)
+
+
+def test_documents_in_chunks_leave_the_bits_of_the_others_alone(cut):
+    inputs = make_scan_inputs([11, 6, 7], dim=24)
+    before = run("scan", inputs)
+    inputs, others = with_document_replaced(inputs, 1, torch.nan)
+    after = run("scan", inputs)
+    for name in OF_TOKENS["scan"]:
+        assert torch.equal(after[name][:, others], before[name][:, others]), name
+        assert after[name][:, ~others].isnan().all(), name
+
+
+def test_chunks_forget_nothing(cut):
+    """The first token of a document in chunks reaches its last."""
+    inputs = make_scan_inputs([4, 13], dim=24)
+    inputs["A"] = inputs["A"] / 100
+    before = run("scan", inputs)["y"]
+    inputs["x"][:, 4] += 1
+    changed = (run("scan", inputs)["y"] != before).any(2)[0]
+    assert changed.tolist() == [False] * 4 + [True] * 13
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=9),
+    longest=st.integers(1, 40),
+    size=st.integers(1, 40),
+)
+def test_chunks_cover_documents(lengths, longest, size):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(chunks, "_limits", lambda fair: (longest, size))
+        cu_seqlens = PackedLayout.from_lengths(lengths).cu_seqlens
+        layout = chunks.cut_long_documents(cu_seqlens, dim=8)
+    if layout is None:
+        assert max(lengths) <= max(longest, size)
+        return
+    parts = layout.cu_seqlens.diff()
+    assert layout.cu_seqlens[layout.cu_chunks.long()].tolist() == cu_seqlens.tolist()
+    assert torch.bincount(layout.seqs).tolist() == layout.cu_chunks.diff().tolist()
+    for i_seq, length in enumerate(lengths):
+        expected = [length] if length <= longest else [size] * (length // size)
+        if length > longest and length % size:
+            expected.append(length % size)
+        assert parts[layout.seqs == i_seq].tolist() == expected
+
+
+def test_only_documents_that_keep_others_waiting_are_cut():
+    packed = PackedLayout.from_lengths([2048] * 32).cu_seqlens
+    assert chunks.cut_long_documents(packed, dim=4096) is None
+    alone = PackedLayout.from_lengths([65_536]).cu_seqlens
+    assert len(chunks.cut_long_documents(alone, dim=4096).seqs) == 64
+    # found once, and again after a change
+    assert chunks.cut_long_documents(alone, 4096) is chunks.cut_long_documents(alone, 4096)
+    alone[1] = 100
+    check_cu_seqlens(alone, 100)
+    assert chunks.cut_long_documents(alone, dim=4096) is None
 
 
 def test_packed_equals_each_document_alone(op):

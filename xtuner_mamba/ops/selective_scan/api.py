@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from xtuner_mamba.layout import check_cu_seqlens
+from xtuner_mamba.layout import PackedLayout, check_cu_seqlens
 
 _logger = logging.getLogger(__name__)
 # conditions of the Gluon kernels that failed: each is told of once
@@ -183,7 +183,7 @@ def _check_inputs(
         )
     if cu_seqlens is None:
         num_seqs = batch
-        cu_seqlens = torch.arange(0, batch * seqlen + 1, seqlen, dtype=torch.int32, device=x.device)
+        cu_seqlens = PackedLayout.from_lengths([seqlen] * batch).to(x.device).cu_seqlens
     else:
         if batch != 1:
             raise ValueError(

@@ -321,7 +321,8 @@ def _store_token(rows, o_t, b_v, is_token):
 def _scan_bwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
-    dt_softplus: bool, dy: Tensor, dfinal_states: Tensor | None, *, needs_dz: bool,
+    dt_softplus: bool, _: None, dy: Tensor, dfinal_states: Tensor | None,
+    *, needs_dA: bool, needs_dBC: bool, needs_dz: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Launch the backward: dx, ddt, dA, dBC, dD, dz, ddt_bias and dinitial_states.
 
@@ -334,7 +335,7 @@ def _scan_bwd(
     block_d = 32 * num_warps
     dx, ddt = (torch.empty((total, dim), dtype=t.dtype, device=x.device) for t in (x, dt))
     dz = torch.empty((total, dim), dtype=z.dtype, device=x.device) if needs_dz else None
-    dA = torch.empty_like(A)
+    dA = torch.empty_like(A) if needs_dA else None
     dD, ddt_bias = (None if t is None else A.new_empty(dim) for t in (D, dt_bias))
     dinitial_states = None
     if initial_states is not None:
@@ -370,12 +371,14 @@ def _scan_bwd(
             SOFTPLUS=dt_softplus, GROUP=GROUP, TOKENS=8, FLUSH_TOKENS=_FLUSH_TOKENS,
             WARPS=num_warps, num_warps=num_warps, maxnreg=255,
         )  # fmt: skip
-        dA[:, channels] = dA_parts.sum(0)
+        if needs_dA:
+            dA[:, channels] = dA_parts.sum(0)
         if D is not None:
             dD[channels] = dD_parts.sum(0)
         if dt_bias is not None:
             ddt_bias[channels] = ddt_bias_parts.sum(0)
-        dBC = dBC_parts.sum(0) if dBC is None else dBC + dBC_parts.sum(0)
+        if needs_dBC:
+            dBC = dBC_parts.sum(0) if dBC is None else dBC + dBC_parts.sum(0)
     return dx, ddt, dA, dBC, dD, dz, ddt_bias, dinitial_states
 
 

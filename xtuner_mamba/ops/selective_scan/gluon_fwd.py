@@ -224,9 +224,12 @@ _EXP2_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 32))
 def _scan_fwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
-    dt_softplus: bool, *, return_final_states: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Launch the forward: y and the final states ``(num_seqs, 16, dim)``."""
+    dt_softplus: bool, *, return_final_states: bool, needs_backward: bool,
+) -> tuple[Tensor, Tensor | None, None]:  # fmt: skip
+    """Launch the forward: y and the final states ``(num_seqs, 16, dim)``.
+
+    The backward needs the inputs alone.
+    """
     total, dim = x.shape
     y = torch.empty((total, dim), dtype=x.dtype, device=x.device)
     final_states = A.new_empty(len(order), 16, dim) if return_final_states else None
@@ -234,7 +237,7 @@ def _scan_fwd(
         x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, y, final_states, None, dim,
         dt_softplus, unroll=8,
     )  # fmt: skip
-    return y, final_states
+    return y, final_states, None
 
 
 def _launch_fwd(

@@ -84,19 +84,19 @@ def _scan_fwd_kernel(
 def _scan_fwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
-    dt_softplus: bool, *, return_final_states: bool, keep_chunk_states: bool,
+    dt_softplus: bool, *, return_final_states: bool, needs_backward: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the forward: y, final states and chunk states ``(total // CHUNK, dstate, dim)``.
 
     The chunk states are what the backward starts from, as large as ``x`` in float32 by
-    ``dstate / CHUNK``; A, B and C come as :func:`selective_scan_triton` lays them out.
+    ``dstate / CHUNK``; A, B and C come as ``gpu.Kernels`` says.
     """
     (total, dim), dstate, num_seqs = x.shape, A.shape[0], len(order)
     y = torch.empty((total, dim), dtype=x.dtype, device=x.device)
     final_states = chunk_states = None
     if return_final_states:
         final_states = A.new_empty(num_seqs, dstate, dim)
-    if keep_chunk_states:
+    if needs_backward:
         chunk_states = A.new_empty(total // CHUNK, dstate, dim)
 
     block_n = triton.next_power_of_2(dstate)

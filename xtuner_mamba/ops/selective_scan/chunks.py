@@ -1,0 +1,225 @@
+"""Selective scan over packed documents: long documents in chunks that run at the same time.
+
+Documents are what the kernels run in parallel, so a row with one long document would leave most of
+a GPU idle. Such a document is cut. A first pass runs every chunk from a state of zero; what a chunk
+makes of the state before it is a product,
+
+    h[after] = h[after, from zero] + exp(A sum_t dt[t]) h[before]
+
+so that a short second pass, chunk by chunk, knows the state before each. After that a chunk is a
+document with an initial state. The backward does the same from the end, with the gradient at the
+state after each chunk. Cut tokens cost one more exponential in each direction.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xtuner_mamba.layout import offsets_on_host
+from xtuner_mamba.ops.selective_scan.triton_tile import decay, next_state
+from xtuner_mamba.ops.triton_math import silu, step_size
+
+# groups of 64 channels that an H200 takes forward at once, 12 in each of 132 multiprocessors
+_PARALLEL = 1584
+_MIN_CHUNK, _MAX_CHUNK = 128, 1024
+
+
+class Chunks(NamedTuple):
+    """Documents, the long ones in chunks."""
+
+    cu_seqlens: Tensor
+    """Boundaries of the chunks, int32, ``(num_chunks + 1,)``."""
+    cu_chunks: Tensor
+    """First chunk of each document, and the end, int32, ``(num_seqs + 1,)``."""
+    seqs: Tensor
+    """Document of each chunk, int32, ``(num_chunks,)``."""
+
+    @property
+    def last(self) -> Tensor:
+        """Last chunk of each document, ``(num_seqs,)``."""
+        return self.cu_chunks[1:] - 1
+
+
+def cut_long_documents(cu_seqlens: Tensor, dim: int) -> Chunks | None:
+    """Cut documents that would still run when a GPU is through with all others.
+
+    Args:
+        cu_seqlens: Boundaries that ``check_cu_seqlens`` has read, int32, ``(num_seqs + 1,)``.
+        dim: Channels of a row.
+
+    Returns:
+        ``None`` if there is no such document. Found on the host, once for a tensor.
+    """
+    known = cu_seqlens.__dict__.setdefault("_chunks", {})
+    if dim not in known:
+        known[dim] = _cut(offsets_on_host(cu_seqlens), dim, cu_seqlens.device)
+    return known[dim]
+
+
+def _cut(offsets: tuple[int, ...], dim: int, device: torch.device) -> Chunks | None:
+    # tokens that each goes through if all are busy to the end
+    fair = offsets[-1] * triton.cdiv(dim, 64) / _PARALLEL
+    longest, size = _limits(fair)
+    cuts, cu_chunks = [0], [0]
+    for start, end in pairwise(offsets):
+        if end - start > longest:
+            cuts += range(start + size, end, size)
+        cuts.append(end)
+        cu_chunks.append(len(cuts) - 1)
+    if len(cuts) == len(offsets):
+        return None
+    seqs = torch.tensor(cu_chunks).diff().tolist()
+    seqs = [i_seq for i_seq, count in enumerate(seqs) for _ in range(count)]
+    tensors = (torch.tensor(t, dtype=torch.int32) for t in (cuts, cu_chunks, seqs))
+    return Chunks(*(t.to(device, non_blocking=True) for t in tensors))
+
+
+def _limits(fair: float) -> tuple[int, int]:
+    """Return the tokens of a document that stays whole, and those of a chunk of one that does not.
+
+    A cut saves nothing where the GPU is busy all the same, and costs an exponential.
+    """
+    size = min(max(triton.next_power_of_2(int(fair) + 1) // 4, _MIN_CHUNK), _MAX_CHUNK)
+    return max(int(2 * fair), 2 * size), size
+
+
+@triton.jit
+def _chunk_kernel(
+    x, dt, A, BC, z, dt_bias, cu_seqlens, cu_chunks, seqs, states, times,
+    stride_x, stride_dt, stride_z, dim,
+    REVERSE: tl.constexpr, SOFTPLUS: tl.constexpr, DSTATE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Run the states, or in reverse what the backward carries, through a chunk from zero.
+
+    Leaves out the last chunk of a document, in reverse the first, which no other waits for.
+    """
+    num_blocks = tl.cdiv(dim, BLOCK_D)
+    i_chunk = tl.program_id(0) // num_blocks
+    i_seq = tl.load(seqs + i_chunk)
+    if REVERSE:
+        is_needed = i_chunk > tl.load(cu_chunks + i_seq)
+    else:
+        is_needed = i_chunk + 1 < tl.load(cu_chunks + i_seq + 1)
+    if is_needed:
+        start = tl.load(cu_seqlens + i_chunk).to(tl.int64)
+        num_tokens = (tl.load(cu_seqlens + i_chunk + 1) - start).to(tl.int32)
+        o_n = tl.arange(0, BLOCK_N)
+        o_d = tl.program_id(0) % num_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+        m_n, m_d = o_n < DSTATE, o_d < dim
+        m_h = m_n[:, None] & m_d[None, :]
+        # the hint hides that rows are aligned: wider accesses would part a channel's states
+        o_h = tl.multiple_of(o_n[:, None] * dim + o_d[None, :], (1, VECTOR))
+        b_A = tl.load(A + o_h, mask=m_h, other=0.0)
+        b_bias = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        if dt_bias is not None:
+            b_bias = tl.load(dt_bias + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_h = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+        b_time = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        p_x, p_dt = x + start * stride_x + o_d, dt + start * stride_dt + o_d
+        p_B = BC + start * 2 * DSTATE + o_n
+        if z is not None:
+            p_z = z + start * stride_z + o_d
+        for i in tl.range(0, num_tokens, num_stages=NUM_STAGES):
+            i_t = i
+            if REVERSE:
+                i_t = num_tokens - 1 - i
+            b_x = tl.load(p_x + i_t * stride_x, mask=m_d, other=0.0).to(tl.float32)
+            b_dt = tl.load(p_dt + i_t * stride_dt, mask=m_d, other=0.0).to(tl.float32)
+            b_dt, _ = step_size(b_dt + b_bias, SOFTPLUS)
+            if REVERSE:
+                # x is dy, the gradient at the gated output
+                if z is not None:
+                    b_z = tl.load(p_z + i_t * stride_z, mask=m_d, other=0.0).to(tl.float32)
+                    b_x *= silu(b_z)
+                b_C = tl.load(p_B + i_t * 2 * DSTATE + DSTATE, mask=m_n, other=0.0)
+                b_h = decay(b_A, b_dt) * (b_h + b_C[:, None] * b_x[None, :])
+            else:
+                b_B = tl.load(p_B + i_t * 2 * DSTATE, mask=m_n, other=0.0)
+                b_h = next_state(b_h, b_A, b_dt, b_x, b_B)
+            b_time += b_dt
+        i_chunk = i_chunk.to(tl.int64)
+        tl.store(states + i_chunk * DSTATE * dim + o_h, b_h, mask=m_h)
+        tl.store(times + i_chunk * dim + o_d, b_time, mask=m_d)
+
+
+@triton.jit
+def _carry_kernel(
+    states, times, A, ends, cu_chunks, carried, dim,
+    REVERSE: tl.constexpr, DSTATE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Carry a document's initial state, or in reverse its dfinal_states, from chunk to chunk."""
+    num_blocks = tl.cdiv(dim, BLOCK_D)
+    i_seq = (tl.program_id(0) // num_blocks).to(tl.int64)
+    first = tl.load(cu_chunks + i_seq).to(tl.int64)
+    num_chunks = (tl.load(cu_chunks + i_seq + 1) - first).to(tl.int32)
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.program_id(0) % num_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_d = o_d < dim
+    m_h = (o_n < DSTATE)[:, None] & m_d[None, :]
+    o_h = o_n[:, None] * dim + o_d[None, :]
+    b_A = tl.load(A + o_h, mask=m_h, other=0.0)
+    b_h = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    if ends is not None:
+        b_h = tl.load(ends + i_seq * DSTATE * dim + o_h, mask=m_h, other=0.0).to(tl.float32)
+    for i in range(0, num_chunks):
+        i_chunk = first + i
+        if REVERSE:
+            i_chunk = first + num_chunks - 1 - i
+        tl.store(carried + i_chunk * DSTATE * dim + o_h, b_h, mask=m_h)
+        # nothing was computed for the last one
+        m_i = i + 1 < num_chunks
+        b_time = tl.load(times + i_chunk * dim + o_d, mask=m_d & m_i, other=0.0)
+        b_end = tl.load(states + i_chunk * DSTATE * dim + o_h, mask=m_h & m_i, other=0.0)
+        b_h = b_end + decay(b_A, b_time) * b_h
+
+
+def states_before_chunks(
+    x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, dt_bias: Tensor | None,
+    initial_states: Tensor | None, chunks: Chunks, dt_softplus: bool,
+) -> Tensor:  # fmt: skip
+    """Return the state before each chunk, ``(num_chunks, dstate, dim)``."""
+    ends = _run_chunks(x, dt, A, BC, None, dt_bias, chunks, dt_softplus, reverse=False)
+    return _carry(*ends, A, initial_states, chunks, reverse=False)
+
+
+def adjoints_after_chunks(
+    dy: Tensor, dt: Tensor, A: Tensor, BC: Tensor, z: Tensor | None, dt_bias: Tensor | None,
+    dfinal_states: Tensor | None, chunks: Chunks, dt_softplus: bool,
+) -> Tensor:  # fmt: skip
+    """Return the gradient at the state after each chunk, ``(num_chunks, dstate, dim)``."""
+    ends = _run_chunks(dy, dt, A, BC, z, dt_bias, chunks, dt_softplus, reverse=True)
+    return _carry(*ends, A, dfinal_states, chunks, reverse=True)
+
+
+def _run_chunks(x, dt, A, BC, z, dt_bias, chunks, dt_softplus, *, reverse):
+    (dstate, dim), num_chunks = A.shape, len(chunks.seqs)
+    states, times = A.new_empty(num_chunks, dstate, dim), A.new_empty(num_chunks, dim)
+    block_n = triton.next_power_of_2(dstate)
+    # as in the forward kernel, which says why
+    shape = {"VECTOR": 1, "BLOCK_D": 128}
+    if x.element_size() == 2 and block_n <= 16:
+        shape = {"VECTOR": 2, "BLOCK_D": 256, "maxnreg": 128}
+    _chunk_kernel[(triton.cdiv(dim, shape["BLOCK_D"]) * num_chunks,)](
+        x, dt, A, BC, z, dt_bias, chunks.cu_seqlens, chunks.cu_chunks, chunks.seqs, states, times,
+        x.stride(0), dt.stride(0), 0 if z is None else z.stride(0), dim,
+        REVERSE=reverse, SOFTPLUS=dt_softplus, DSTATE=dstate,
+        BLOCK_N=block_n, NUM_STAGES=4, num_warps=4, **shape,
+    )  # fmt: skip
+    return states, times
+
+
+def _carry(states, times, A, ends, chunks, *, reverse):
+    dstate, dim = A.shape
+    carried = torch.empty_like(states)
+    block_d = 64
+    _carry_kernel[(triton.cdiv(dim, block_d) * (len(chunks.cu_chunks) - 1),)](
+        states, times, A, ends, chunks.cu_chunks, carried, dim,
+        REVERSE=reverse, DSTATE=dstate, BLOCK_N=triton.next_power_of_2(dstate), BLOCK_D=block_d,
+        num_warps=2,
+    )  # fmt: skip
+    return carried

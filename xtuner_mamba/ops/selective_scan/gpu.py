@@ -1,0 +1,115 @@
+"""Selective scan over packed documents: a family of GPU kernels as an autograd function."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from xtuner_mamba.ops.selective_scan.chunks import (
+    adjoints_after_chunks,
+    cut_long_documents,
+    states_before_chunks,
+)
+
+
+class Kernels(NamedTuple):
+    """What a family brings. A is ``(dstate, dim)``, B and C side by side, states ``(…, dim)``."""
+
+    prepare: Callable
+    """Return rows ``(total, dim)`` as the kernels read them, copied only where need be."""
+    forward: Callable
+    """Return y, the final states if asked for, and what the backward is to be given, or None."""
+    backward: Callable
+    """Return dx, ddt, dA, dBC, dD, dz, ddt_bias and dinitial_states."""
+
+
+def scan_on_gpu(
+    kernels: Kernels, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    z: Tensor | None, dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor,
+    dt_softplus: bool, *, return_final_states: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """See :func:`xtuner_mamba.ops.selective_scan`; the rows are laid end to end."""
+    # kernels are launched on the current device, which need not be that of x
+    with torch.cuda.device_of(x):
+        return SelectiveScanFunction.apply(
+            kernels, x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus,
+            return_final_states,
+        )  # fmt: skip
+
+
+class SelectiveScanFunction(torch.autograd.Function):
+    """Saves the inputs, the states before the chunks of long documents, and what kernels keep."""
+
+    @staticmethod
+    def forward(
+        ctx, kernels, x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus,
+        return_final_states,
+    ):  # fmt: skip
+        x, dt, z = kernels.prepare(x), kernels.prepare(dt), kernels.prepare(z)
+        ctx.BC_dtypes = B.dtype, C.dtype
+        ctx.initial_dtype = None if initial_states is None else initial_states.dtype
+        # the layout of the kernels: B and C side by side, states with the channels innermost
+        BC = torch.cat((B, C), 1).float()
+        A = A.t().contiguous()
+        if initial_states is not None:
+            initial_states = initial_states.mT.contiguous()
+        chunks = cut_long_documents(cu_seqlens, x.shape[1])
+        if chunks is not None:
+            initial_states = states_before_chunks(
+                x, dt, A, BC, dt_bias, initial_states, chunks, dt_softplus
+            )
+            cu_seqlens = chunks.cu_seqlens
+        # long documents first, so that none starts when all others are done
+        order = cu_seqlens.diff().argsort(descending=True, stable=True)
+
+        args = x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order
+        y, final_states, kept = kernels.forward(
+            *args, dt_softplus,
+            return_final_states=return_final_states,
+            needs_backward=any(ctx.needs_input_grad),
+        )  # fmt: skip
+        if final_states is not None:
+            if chunks is not None:
+                final_states = final_states[chunks.last]
+            final_states = final_states.mT.contiguous()
+        ctx.save_for_backward(*args, kept)
+        ctx.kernels, ctx.chunks, ctx.dt_softplus = kernels, chunks, dt_softplus
+        ctx.set_materialize_grads(False)
+        return y, final_states
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dfinal_states):
+        # read once: activation checkpointing lets a tensor be unpacked a single time
+        *args, kept = ctx.saved_tensors
+        x, dt, A, BC, D, z, dt_bias = args[:7]
+        chunks = ctx.chunks
+        if dy is None:
+            dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        dy = ctx.kernels.prepare(dy)
+        if dfinal_states is not None:
+            dfinal_states = dfinal_states.mT.contiguous()
+        if chunks is not None:
+            dfinal_states = adjoints_after_chunks(
+                dy, dt, A, BC, z, dt_bias, dfinal_states, chunks, ctx.dt_softplus
+            )
+        _, _, _, needs_dA, needs_dB, needs_dC, _, needs_dz, *_ = ctx.needs_input_grad
+        dx, ddt, dA, dBC, dD, dz, ddt_bias, dinitial_states = ctx.kernels.backward(
+            *args, ctx.dt_softplus, kept, dy, dfinal_states,
+            needs_dA=needs_dA, needs_dBC=needs_dB or needs_dC, needs_dz=needs_dz,
+        )  # fmt: skip
+        dB = dC = None
+        if dBC is not None:
+            dB, dC = (d.to(dtype) for d, dtype in zip(dBC.chunk(2, 1), ctx.BC_dtypes))
+        dA = None if dA is None else dA.t()
+        dD = None if D is None else dD.to(D.dtype)
+        ddt_bias = None if dt_bias is None else ddt_bias.to(dt_bias.dtype)
+        if ctx.initial_dtype is None:
+            dinitial_states = None
+        else:
+            if chunks is not None:
+                dinitial_states = dinitial_states[chunks.cu_chunks[:-1]]
+            dinitial_states = dinitial_states.mT.to(ctx.initial_dtype)
+        return None, dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states, None, None, None
