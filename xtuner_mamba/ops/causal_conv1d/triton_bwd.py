@@ -25,7 +25,8 @@ from xtuner_mamba.ops.causal_conv1d.triton_window import (
 from xtuner_mamba.ops.triton_math import add_compensated, sigmoid
 
 
-@triton.jit
+# these change from step to step: a kernel for each of their divisors would be compiled in turn
+@triton.jit(do_not_specialize=["total", "block_t"])
 def _conv_bwd_kernel(
     x, weight, bias, initial_states, cu_seqlens, seq_idx, dy, dfinal_states, dx, dfilter,
     stride_x, stride_dy, total, dim, block_t,

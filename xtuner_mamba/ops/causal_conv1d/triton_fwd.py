@@ -22,7 +22,8 @@ from xtuner_mamba.ops.triton_math import silu
 GROUP = 8
 
 
-@triton.jit
+# these change from step to step: a kernel for each of their divisors would be compiled in turn
+@triton.jit(do_not_specialize=["total", "block_t"])
 def _conv_fwd_kernel(
     x, weight, bias, initial_states, cu_seqlens, seq_idx, y,
     stride_x, total, dim, block_t,

@@ -33,7 +33,8 @@ from xtuner_mamba.ops.triton_math import add_compensated, sigmoid, step_size
 _MAX_PROGRAMS = 8192
 
 
-@triton.jit
+# these change from step to step: a kernel for each of their divisors would be compiled in turn
+@triton.jit(do_not_specialize=["total", "num_seqs", "num_groups"])
 def _scan_bwd_kernel(
     x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order,
     chunk_states, dy, dfinal_states,
@@ -287,7 +288,7 @@ def _scan_bwd(
     (total, dim), dstate, num_seqs = x.shape, A.shape[0], len(order)
     block_n = triton.next_power_of_2(dstate)
     # SUB states of block_n numbers must fit into the registers of a thread
-    sub = max(1, min(8, 64 // block_n))
+    sub = max(1, min(4, 64 // block_n))
     num_warps = 4
     block_d = 32 * num_warps
     num_blocks = triton.cdiv(dim, block_d)
