@@ -1,8 +1,9 @@
-"""Time the GPU kernels of both ops on a pack of documents, beside the official CUDA kernels.
+"""Check the GPU kernels of both ops, then time them beside the official CUDA kernels.
 
-The official scan resets nothing and reads its rows channel by channel, so it gets one long
-sequence laid out as it likes; the official conv resets by ``seq_idx``. Both are timed where they
-are installed (mamba_ssm, causal_conv1d). Prints a table and appends to a CSV file.
+The official scan resets nothing and reads its rows channel by channel, so it gets the pack as one
+sequence laid out as it likes; the official conv resets by ``seq_idx``. Both are measured where they
+are installed (mamba_ssm, causal_conv1d). Prints two tables, errors and times, and appends each to a
+CSV file.
 """
 
 import argparse
@@ -12,16 +13,20 @@ import subprocess
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.ops import causal_conv1d, selective_scan
+from xtuner_mamba.ops.selective_scan.gluon_support import why_not_gluon
 from xtuner_mamba.testing import (
+    assert_errs_like_eager,
     conv_oracle,
     in_float64,
     lognormal_lengths,
@@ -32,81 +37,159 @@ from xtuner_mamba.testing import (
     scan_oracle,
 )
 
-RESULTS = Path(__file__).parent / "results" / "kernels.csv"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+RESULTS = Path(__file__).parent / "results"
 SCAN, CONV = {"dt_softplus": True}, {"activation": "silu"}
+OPS = {
+    "selective_scan": (selective_scan, scan_oracle, make_scan_inputs, SCAN),
+    "causal_conv1d": (causal_conv1d, conv_oracle, make_conv_inputs, CONV),
+}
+OFFICIAL = {"selective_scan": "mamba_ssm", "causal_conv1d": "causal_conv1d"}
 
 
-def check(dtype: torch.dtype) -> None:
-    """Check that the kernels err at most twice as much as eager PyTorch, gradients too."""
-    lengths = [1, 5, 70, 64]
-    for op, oracle, inputs, options in (
-        (selective_scan, scan_oracle, make_scan_inputs(lengths, dim=200, dtype=dtype), SCAN),
-        (causal_conv1d, conv_oracle, make_conv_inputs(lengths, dim=200, dtype=dtype), CONV),
-    ):
-        on_gpu = {name: t.cuda() for name, t in inputs.items()}
-        actual = outputs_and_grads(op, on_gpu, impl="triton", **options)
-        eager = outputs_and_grads(op, inputs, impl="reference", **options)
-        exact = outputs_and_grads(oracle, in_float64(inputs), **options)
-        for name, t in exact.items():
-            error = relative_rms(actual[name].cpu(), t)
-            # an eps / 4 is what one correct rounding costs
-            allowed = 2 * max(relative_rms(eager[name], t), torch.finfo(eager[name].dtype).eps / 4)
-            if not error <= allowed:
-                raise RuntimeError(
-                    f"{name} of {op.__name__} must err by at most {allowed:.1e} (rms) to be timed, "
-                    f"got {error:.1e}; run the tests of tests/ops"
-                )
+class Case(NamedTuple):
+    """What is timed."""
+
+    op: str
+    layout: str
+    lengths: list[int]
+    dim: int
+    dtype: torch.dtype
 
 
-def scan_candidates(
-    lengths: list[int], dim: int, dstate: int, dtype: torch.dtype
-) -> Iterator[tuple[str, Callable, dict[str, Tensor]]]:
-    """Yield (name, function, tensors by argument) of every scan that is installed."""
-    inputs = make_scan_inputs(lengths, dim=dim, dstate=dstate, dtype=dtype, device="cuda")
-    inputs["cu_seqlens"] = PackedLayout.from_lengths(lengths).to("cuda").cu_seqlens
+def make_cases() -> list[Case]:
+    """Return packs of every kind; the standard pack is 65,536 tokens in log-normal documents."""
+    standard, total = lognormal_lengths(65_536), 65_536
+    half = torch.bfloat16
+    return [
+        *(
+            Case("selective_scan", "standard pack", standard, dim, half)
+            for dim in (4096, 1536, 5120)
+        ),
+        Case("selective_scan", "mean 64", lognormal_lengths(total, scale=64 / 594), 4096, half),
+        Case("selective_scan", "one token each", [1] * total, 4096, half),
+        Case("selective_scan", "one document", [total], 4096, half),
+        Case("selective_scan", "4,096 tokens", lognormal_lengths(4096), 4096, half),
+        Case("selective_scan", "16 rows x 4,096", [4096] * 16, 4096, half),
+        Case("selective_scan", "standard pack", standard, 4096, torch.float16),
+        Case("selective_scan", "standard pack", standard, 4096, torch.float32),
+        Case("causal_conv1d", "standard pack", standard, 4096, half),
+    ]
+
+
+def impls_of(op: str, inputs: dict[str, Tensor]) -> list[str]:
+    """Return the GPU implementations of ours that take these inputs, the fastest first."""
+    if op == "causal_conv1d":
+        return ["triton"]
+    num_seqs = len(inputs["cu_seqlens"]) - 1
+    reason = why_not_gluon(inputs["x"][0], inputs["dt"][0], inputs["A"], inputs["z"], num_seqs)
+    return ["triton"] if reason else ["gluon", "triton"]
+
+
+def official_scan(inputs: dict[str, Tensor], rows: int) -> tuple[Callable, dict[str, Tensor]]:
+    """Return the official scan and its tensors, channels first."""
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    names = {"x": "u", "dt": "delta", "dt_bias": "delta_bias"}
+    tensors = {
+        names.get(name, name): t.unflatten(1, (rows, -1))[0].mT.contiguous() if t.ndim == 3 else t
+        for name, t in inputs.items()
+        if name not in ("cu_seqlens", "initial_states")
+    }
+    return lambda **tensors: selective_scan_fn(**tensors, delta_softplus=True), tensors
+
+
+def official_conv(inputs: dict[str, Tensor], layout: PackedLayout) -> tuple[Callable, dict]:
+    """Return the official conv and its tensors."""
+    from causal_conv1d import causal_conv1d_fn
+
+    tensors = {"x": inputs["x"].mT, "weight": inputs["weight"], "bias": inputs["bias"]}
+    seq_idx = layout.seq_idx
+    return lambda **tensors: causal_conv1d_fn(**tensors, seq_idx=seq_idx, **CONV), tensors
+
+
+def candidates(case: Case) -> Iterator[tuple[str, Callable, dict[str, Tensor]]]:
+    """Yield (name, function, tensors by argument) of every implementation that is installed."""
+    op, _, make, options = OPS[case.op]
+    size = {"dstate": 16} if case.op == "selective_scan" else {"width": 4}
+    inputs = make(case.lengths, dim=case.dim, dtype=case.dtype, device="cuda", **size)
     del inputs["initial_states"]
-    yield "triton", lambda **tensors: selective_scan(**tensors, **SCAN, impl="triton"), inputs
-    if importlib.util.find_spec("mamba_ssm"):
-        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
-
-        names = {"x": "u", "dt": "delta", "dt_bias": "delta_bias"}
-        rows = {"x", "dt", "B", "C", "z"}
-        channels_first = {
-            names.get(name, name): t.mT.contiguous() if name in rows else t
-            for name, t in inputs.items()
-            if name != "cu_seqlens"
-        }
-        yield (
-            "mamba_ssm, no resets",
-            lambda **tensors: selective_scan_fn(**tensors, delta_softplus=True),
-            channels_first,
-        )
-
-
-def conv_candidates(
-    lengths: list[int], dim: int, width: int, dtype: torch.dtype
-) -> Iterator[tuple[str, Callable, dict[str, Tensor]]]:
-    """Yield (name, function, tensors by argument) of every conv that is installed."""
-    inputs = make_conv_inputs(lengths, dim=dim, width=width, dtype=dtype, device="cuda")
-    layout = PackedLayout.from_lengths(lengths).to("cuda")
+    layout = PackedLayout.from_lengths(case.lengths).to("cuda")
     inputs["cu_seqlens"] = layout.cu_seqlens
-    del inputs["initial_states"]
-    yield "triton", lambda **tensors: causal_conv1d(**tensors, **CONV, impl="triton"), inputs
-    if importlib.util.find_spec("causal_conv1d"):
-        from causal_conv1d import causal_conv1d_fn
+    impls = impls_of(case.op, inputs)
+    # the slower of ours once, to know what the choice is worth
+    for impl in impls if (case.dim, case.layout) == (4096, "standard pack") else impls[:1]:
+        yield impl, lambda impl=impl, **tensors: op(**tensors, **options, impl=impl), inputs
+    if importlib.util.find_spec(OFFICIAL[case.op]):
+        if case.op == "causal_conv1d":
+            yield "official, seq_idx", *official_conv(inputs, layout)
+        else:
+            rows = len(case.lengths) if "rows" in case.layout else 1
+            yield "official, no resets", *official_scan(inputs, rows)
 
-        tensors = {"x": inputs["x"].mT, "weight": inputs["weight"], "bias": inputs["bias"]}
-        yield (
-            "causal_conv1d, seq_idx",
-            lambda **tensors: causal_conv1d_fn(**tensors, seq_idx=layout.seq_idx, **CONV),
-            tensors,
-        )
+
+def check_errors(dtype: torch.dtype) -> list[dict[str, object]]:
+    """Check that the kernels err at most twice as much as eager PyTorch, gradients too.
+
+    Returns:
+        For every result the rms error relative to it, of every implementation; those of the
+        official kernels for one document, since they know no other.
+    """
+    rows = []
+    for name, (op, oracle, make, options) in OPS.items():
+        size = {"dstate": 16} if name == "selective_scan" else {"width": 4}
+        draws = [
+            make(lengths, dim=256, dtype=dtype, seed=seed, **size)
+            for seed, lengths in enumerate([[250], [1, 5, 70, 64], [1] * 20 + [300], [31, 100]])
+        ]
+        exact = [outputs_and_grads(oracle, in_float64(inputs), **options) for inputs in draws]
+        results = {"eager": [outputs_and_grads(op, i, impl="reference", **options) for i in draws]}
+        on_gpu = [{name: t.cuda() for name, t in inputs.items()} for inputs in draws]
+        for impl in impls_of(name, on_gpu[0]):
+            results[impl] = [outputs_and_grads(op, i, impl=impl, **options) for i in on_gpu]
+            assert_errs_like_eager(results[impl], results["eager"], exact)
+        official = official_errors(name, on_gpu[0])
+        for result in exact[0]:
+            row = {"op": name, "dtype": str(dtype).removeprefix("torch."), "result": result}
+            for impl in ("eager", "triton", "gluon"):
+                draw = results.get(impl, [{}])[0].get(result)
+                row[impl] = "" if draw is None else relative_rms(draw.cpu(), exact[0][result])
+            row["official"] = official.get(result, "")
+            rows.append(row)
+    return rows
+
+
+def official_errors(op: str, inputs: dict[str, Tensor]) -> dict[str, float]:
+    """Return the official kernel's errors for a document without an initial state."""
+    if not importlib.util.find_spec(OFFICIAL[op]):
+        return {}
+    _, oracle, _, options = OPS[op]
+    inputs = {name: t for name, t in inputs.items() if name != "initial_states"}
+    if op == "selective_scan":
+        function, tensors = official_scan(inputs, rows=1)
+    else:
+        layout = PackedLayout.from_lengths([inputs["x"].shape[1]]).to("cuda")
+        function, tensors = official_conv(inputs, layout)
+    exact_inputs = in_float64({name: t.cpu() for name, t in inputs.items()})
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
+    exact_leaves = {
+        name: t.requires_grad_() if t.is_floating_point() else t for name, t in exact_inputs.items()
+    }
+    y, exact_y = function(**leaves).mT, oracle(**exact_leaves, **options)
+    dy = torch.randn(exact_y.shape, generator=torch.Generator().manual_seed(0)).to(y.dtype)
+    y.backward(dy.cuda())
+    exact_y.backward(dy.double())
+    errors = {"y": relative_rms(y.cpu(), exact_y)}
+    names = {"u": "x", "delta": "dt", "delta_bias": "dt_bias"}
+    for name, leaf in leaves.items():
+        grad = leaf.grad.mT if leaf.ndim == 3 else leaf.grad
+        exact_grad = exact_leaves[names.get(name, name)].grad
+        errors[f"d{names.get(name, name)}"] = relative_rms(grad.cpu(), exact_grad)
+    return errors
 
 
 def measure(function: Callable, tensors: dict[str, Tensor]) -> dict[str, tuple[float, ...]]:
     """Return p20, p50 and p80 in milliseconds and the peak in MiB, by mode."""
-    leaves = {name: t.detach() for name, t in tensors.items()}
+    leaves = {name: t.detach() if t.is_floating_point() else t for name, t in tensors.items()}
     wanted = [t.requires_grad_() for t in leaves.values() if t.is_floating_point()]
     y = function(**leaves)
     dy = torch.randn_like(y)
@@ -119,20 +202,37 @@ def measure(function: Callable, tensors: dict[str, Tensor]) -> dict[str, tuple[f
         torch.cuda.reset_peak_memory_stats()
         run()
         peak = torch.cuda.max_memory_allocated() / 2**20
-        times = triton.testing.do_bench(run, warmup=100, rep=400, quantiles=[0.2, 0.5, 0.8])
+        times = triton.testing.do_bench(run, warmup=50, rep=300, quantiles=[0.2, 0.5, 0.8])
         results[mode] = (*times, peak)
     return results
+
+
+def append(path: Path, rows: list[dict[str, object]]) -> None:
+    """Append rows to a CSV file, with a header if it is new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def show(title: str, rows: list[dict[str, object]], columns: list[str]) -> None:
+    """Print some columns."""
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name)
+    for row in rows:
+        cells = (row[name] for name in columns)
+        table.add_row(*(f"{c:.1e}" if isinstance(c, float) else str(c) for c in cells))
+    Console(width=120).print(table)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Check, time, print and append."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=65_536, help="of the pack (%(default)s)")
-    parser.add_argument("--dim", type=int, default=4096, help="channels (%(default)s)")
-    parser.add_argument("--dstate", type=int, default=16, help="of the scan (%(default)s)")
-    parser.add_argument("--width", type=int, default=4, help="of the conv (%(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="(%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="CSV file (%(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (%(default)s)")
     parser.add_argument("--commit", help="of this checkout, where git is missing")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -141,44 +241,34 @@ def main(argv: list[str] | None = None) -> int:
     commit = args.commit or subprocess.check_output(
         ["git", "rev-parse", "--short", "HEAD"], text=True, cwd=Path(__file__).parent
     )
-    check(DTYPES[args.dtype])
-
-    lengths = lognormal_lengths(args.tokens)
-    pack = f"{args.tokens} tokens in {len(lengths)} documents x {args.dim}"
-    candidates = [
-        ("selective_scan", f"{pack} x {args.dstate}", scan_candidates, args.dstate),
-        ("causal_conv1d", f"{pack} x {args.width}", conv_candidates, args.width),
-    ]
-    setting = {
+    about = {
         "date": date.today(),
         "commit": commit.strip(),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
-    rows = []
-    for op, shape, make, size in candidates:
-        for impl, function, tensors in make(lengths, args.dim, size, DTYPES[args.dtype]):
-            for mode, (p20, p50, p80, peak) in measure(function, tensors).items():
-                row = {"op": op, "impl": impl, "shape": shape, "dtype": args.dtype, "mode": mode}
-                times = {"p20_ms": p20, "p50_ms": p50, "p80_ms": p80}
-                row |= {name: f"{time:.3f}" for name, time in times.items()}
-                rows.append(setting | row | {"peak_mib": round(peak)})
+    errors = [row for dtype in (torch.bfloat16, torch.float32) for row in check_errors(dtype)]
+    append(args.out / "accuracy.csv", [about | row for row in errors])
+    show("errors against float64, rms over rms", errors, list(errors[0]))
 
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    new = not args.out.exists()
-    with args.out.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
-    table = Table(title=f"{setting['gpu']}, {args.dtype}, {pack}")
-    shown = ["op", "impl", "mode", "p20_ms", "p50_ms", "p80_ms", "peak_mib"]
-    for name in shown:
-        table.add_column(name, justify="right" if name.startswith("p") else "left")
-    for row in rows:
-        table.add_row(*(str(row[name]) for name in shown))
-    Console(width=120).print(table)
+    rows = []
+    for case in track(make_cases(), "timing"):
+        shape = {
+            "op": case.op, "layout": case.layout, "documents": len(case.lengths),
+            "tokens": sum(case.lengths), "dim": case.dim,
+            "dtype": str(case.dtype).removeprefix("torch."),
+        }  # fmt: skip
+        for impl, function, tensors in candidates(case):
+            for mode, (p20, p50, p80, peak) in measure(function, tensors).items():
+                times = {"p20_ms": p20, "p50_ms": p50, "p80_ms": p80}
+                times = {name: f"{time:.3f}" for name, time in times.items()}
+                rows.append(
+                    shape | {"impl": impl, "mode": mode} | times | {"peak_mib": round(peak)}
+                )
+    append(args.out / "kernels.csv", [about | row for row in rows])
+    columns = ["op", "layout", "dim", "dtype", "impl", "mode", "p50_ms", "peak_mib"]
+    show(about["gpu"], rows, columns)
     return 0
 
 
