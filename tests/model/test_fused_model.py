@@ -164,11 +164,12 @@ def test_by_default_only_a_gpu_gets_the_fused_ops(monkeypatch):
     assert set(calls) == (everything if GPU else set())
 
 
-def test_a_second_dispatch_changes_the_options_and_undo_gives_them_back(monkeypatch):
+def test_a_second_dispatch_changes_the_options_and_undo_gives_them_back():
     model = make_model()
     first = dispatch_packed(model, **PLAIN)
     before = model.backbone.layers[0].mixer.forward
     second = dispatch_packed(model, **FUSED)
+    assert second.counts == {}, "they were dispatched before"
     assert model.backbone.layers[0].mixer.forward.keywords["recompute"] is True
     second.undo()
     assert model.backbone.layers[0].mixer.forward is before

@@ -1,5 +1,7 @@
 """PackedSupervisedFinetune: what it adds to XTuner's model, and what it leaves alone."""
 
+from collections import Counter
+
 import pytest
 import torch
 from mmengine import ConfigDict
@@ -9,6 +11,8 @@ from xtuner.model import SupervisedFinetune
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.model import PackedSupervisedFinetune
+from xtuner_mamba.model.dispatch import mamba, mamba_lm
+from xtuner_mamba.testing import relative_rms
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +114,48 @@ def test_lora_without_target_modules_leaves_out_what_peft_refuses(checkpoint):
         model({"input_ids": input_ids, "labels": input_ids})["loss"].backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if "lora_B" in n}
     assert all(gradient.abs().max() > 0 for gradient in gradients.values())
+
+
+@pytest.fixture
+def ops(monkeypatch):
+    """Count the fused ops, and the mixers that recompute."""
+    calls = Counter()
+
+    def count(module, name):
+        op = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, **k: calls.update([name]) or op(*a, **k))
+
+    count(mamba_lm, "rms_norm")
+    count(mamba_lm, "linear_cross_entropy")
+    count(mamba, "checkpoint")
+    return calls
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_options_reach_the_model_and_change_nothing_else(checkpoint, ops, checkpointing):
+    input_ids = torch.randint(0, 20, (1, 6))
+    gradients = {}
+    for wanted in (False, True):
+        model = PackedSupervisedFinetune(
+            llm_cfg(checkpoint),
+            use_activation_checkpointing=checkpointing,
+            **dict.fromkeys(("fuse_norm", "fuse_loss", "recompute"), wanted),
+        ).train()
+        ops.clear()
+        with PackedLayout.from_lengths([4, 2]).published():
+            model({"input_ids": input_ids, "labels": input_ids})["loss"].backward()
+        gradients[wanted] = {name: p.grad for name, p in model.named_parameters()}
+        # two blocks, twice if they are checkpointed, and the last norm
+        norms = 5 if checkpointing else 3
+        expected = dict(rms_norm=norms, linear_cross_entropy=1, checkpoint=2 * (not checkpointing))
+        assert +ops == Counter(expected if wanted else {})
+    for name, gradient in gradients[False].items():
+        assert relative_rms(gradients[True][name], gradient) < 1e-5, name
+
+
+def test_predictions_keep_their_logits(checkpoint):
+    model = PackedSupervisedFinetune(llm_cfg(checkpoint), fuse_loss=True).eval()
+    input_ids = torch.randint(0, 20, (1, 6))
+    with PackedLayout.from_lengths([4, 2]).published(), torch.no_grad():
+        (result,) = model({"input_ids": input_ids, "labels": input_ids}, mode="predict")
+    assert result["logits"].shape == (6, 20)

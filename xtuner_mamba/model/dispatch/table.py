@@ -36,7 +36,7 @@ class Dispatched:
     """What :func:`dispatch_packed` replaced."""
 
     counts: dict[str, int]
-    """Token mixers replaced, by class name."""
+    """Token mixers that had another forward before, by class name."""
     _previous: tuple[tuple[nn.Module, Callable | None], ...]
 
     def undo(self) -> None:
@@ -107,24 +107,29 @@ def dispatch_packed(
             m for m in model.modules() if hasattr(m, "gradient_checkpointing")
         ),
     }
-    previous = []
+    previous, counts = [], Counter()
     for module in model.modules():
-        name = type(module).__name__
-        path = DISPATCH_TABLE.get(name) or FUSED_TABLE.get(name)
-        if path is None:
+        forward = _forward_for(module, options)
+        if forward is None:
             continue
-        module_name, function_name = path.split(":")
-        forward = getattr(import_module(module_name), function_name)
-        # not a method, which would be pickled by a name that the class does not have
-        forward = partial(forward, module, **{key: options[key] for key in _OPTIONS.get(name, ())})
         had = module.__dict__.get("forward")
-        if isinstance(had, partial) and (had.func, had.keywords) == (
-            forward.func,
-            forward.keywords,
-        ):
+        is_ours = getattr(had, "func", None) is forward.func
+        if is_ours and had.keywords == forward.keywords:
             continue
         previous.append((module, had))
         module.forward = forward
-    counts = Counter(type(module).__name__ for module, _ in previous)
-    mixers = {name: count for name, count in counts.items() if name in DISPATCH_TABLE}
-    return Dispatched(mixers, tuple(previous))
+        if type(module).__name__ in DISPATCH_TABLE and not is_ours:
+            counts[type(module).__name__] += 1
+    return Dispatched(dict(counts), tuple(previous))
+
+
+def _forward_for(module: nn.Module, options: dict[str, object]) -> partial | None:
+    name = type(module).__name__
+    path = DISPATCH_TABLE.get(name) or FUSED_TABLE.get(name)
+    if path is None:
+        return None
+    module_name, function_name = path.split(":")
+    forward = getattr(import_module(module_name), function_name)
+    bound = {option: options[option] for option in _OPTIONS.get(name, ())}
+    # not a method, which would be pickled by a name that the class does not have
+    return partial(forward, module, **bound)
