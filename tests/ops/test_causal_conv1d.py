@@ -1,4 +1,4 @@
-"""causal_conv1d in plain PyTorch: against PyTorch's convolution of each document alone."""
+"""causal_conv1d without a GPU: against PyTorch's convolution of each document alone."""
 
 import re
 
@@ -6,8 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from xtuner_mamba.ops import causal_conv1d
+from xtuner_mamba.ops.causal_conv1d import cpu
+from xtuner_mamba.ops.cpu_support import LANES
 from xtuner_mamba.testing import (
     assert_as_accurate_as_eager,
     conv_oracle,
@@ -26,8 +29,16 @@ LENGTHS = [[1], [3, 4, 1], [4, 4], [1, 1, 1, 1, 1], [7, 1, 1, 40, 2, 3, 17]]
 RESULTS = {"y", "final_states", "dx", "dweight", "dbias", "dinitial_states"}
 
 
-def run(inputs, **options):
-    return outputs_and_grads(causal_conv1d, inputs, **{"activation": "silu", **options})
+@pytest.fixture(params=["reference", "cpu", "cpu in small chunks"])
+def impl(request, monkeypatch):
+    """By name; small chunks cut documents every few tokens, where the real ones need long ones."""
+    if request.param == "cpu in small chunks":
+        monkeypatch.setattr(cpu, "_CHUNK", 2)
+    return request.param.split()[0]
+
+
+def run(inputs, impl, **options):
+    return outputs_and_grads(causal_conv1d, inputs, impl=impl, **{"activation": "silu", **options})
 
 
 def assert_exact(actual: dict, exact: dict) -> None:
@@ -41,15 +52,19 @@ def assert_exact(actual: dict, exact: dict) -> None:
     width=st.integers(1, 5),
     optional=st.sets(st.sampled_from(["bias", "initial_states"])),
     activation=st.sampled_from([None, "silu"]),
+    chunk=st.integers(1, 9),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=100)
-def test_outputs_and_gradients_are_exact(lengths, width, optional, activation, seed):
+def test_outputs_and_gradients_are_exact(lengths, width, optional, activation, chunk, seed):
     inputs = make_conv_inputs(lengths, width=width, dtype=torch.float64, seed=seed)
     for name in {"bias", "initial_states"} - optional:
         del inputs[name]
     exact = outputs_and_grads(conv_oracle, inputs, activation=activation)
-    assert_exact(run(inputs, activation=activation), exact)
+    assert_exact(run(inputs, "reference", activation=activation), exact)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(cpu, "_CHUNK", chunk)
+        assert_exact(run(inputs, "cpu", activation=activation), exact)
 
 
 def test_the_exactness_test_sees_every_result_and_every_boundary():
@@ -65,14 +80,14 @@ def test_the_exactness_test_sees_every_result_and_every_boundary():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_rounds_once(dtype):
+def test_rounds_once(impl, dtype):
     draws = [
         make_conv_inputs(lengths, dtype=dtype, seed=seed)
         for lengths in LENGTHS
         for seed in range(3)
     ]
-    actual = pooled([run(inputs) for inputs in draws])
-    alone = pooled([run_documents_alone(inputs) for inputs in draws])
+    actual = pooled([run(inputs, impl) for inputs in draws])
+    alone = pooled([run_documents_alone(inputs, "reference") for inputs in draws])
     exact = pooled(
         [outputs_and_grads(conv_oracle, in_float64(i), activation="silu") for i in draws]
     )
@@ -81,17 +96,17 @@ def test_rounds_once(dtype):
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_packed_equals_each_document_alone(lengths):
+def test_packed_equals_each_document_alone(impl, lengths):
     inputs = make_conv_inputs(lengths, dtype=torch.float64)
-    assert_exact(run(inputs), run_documents_alone(inputs))
+    assert_exact(run(inputs, impl), run_documents_alone(inputs, impl))
 
 
-def run_documents_alone(inputs):
+def run_documents_alone(inputs, impl):
     alone = documents(inputs)
     lengths = [document["x"].shape[1] for document in alone]
     dy = eighths(inputs["x"].shape, seed=0).split(lengths, dim=1)
     dfinal = eighths(inputs["initial_states"].shape, seed=1).split(1)
-    runs = [run(document, incoming=grads) for document, grads in zip(alone, zip(dy, dfinal))]
+    runs = [run(document, impl, incoming=grads) for document, grads in zip(alone, zip(dy, dfinal))]
     joined = {}
     for name in RESULTS:
         parts = [results[name] for results in runs]
@@ -104,89 +119,140 @@ def run_documents_alone(inputs):
 
 @pytest.mark.parametrize("value", [torch.nan, 1e4], ids=["NaN", "large"])
 @pytest.mark.parametrize("i_seq", range(5))
-def test_a_document_leaves_the_bits_of_the_others_alone(i_seq, value):
+def test_a_document_leaves_the_bits_of_the_others_alone(impl, i_seq, value):
     inputs = make_conv_inputs([9, 1, 17, 2, 9])
-    before = run(inputs, activation=None)
+    before = run(inputs, impl, activation=None)
     inputs, others = with_document_replaced(inputs, i_seq, value)
-    after = run(inputs, activation=None)
+    after = run(inputs, impl, activation=None)
     assert torch.equal(after["y"][:, others], before["y"][:, others])
     assert not torch.equal(after["y"], before["y"])
     states = torch.arange(5) != i_seq
     assert torch.equal(after["final_states"][states], before["final_states"][states])
     assert not torch.equal(after["final_states"], before["final_states"])
     # the silu's slope carries the values into the gradients
-    before, after = run(make_conv_inputs([9, 1, 17, 2, 9])), run(inputs)
+    before, after = run(make_conv_inputs([9, 1, 17, 2, 9]), impl), run(inputs, impl)
     assert torch.equal(after["dx"][:, others], before["dx"][:, others])
     assert torch.equal(after["dinitial_states"][states], before["dinitial_states"][states])
     assert not torch.equal(after["dx"], before["dx"])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_gradient_stays_in_its_document(value):
+def test_a_gradient_stays_in_its_document(impl, value):
     inputs = make_conv_inputs([5, 1, 5])
     dy, dfinal = eighths(inputs["x"].shape), eighths(inputs["initial_states"].shape)
-    before = run(inputs, incoming=(dy, dfinal))
+    before = run(inputs, impl, incoming=(dy, dfinal))
     dy[:, 5:6] = value
-    after = run(inputs, incoming=(dy, dfinal))
+    after = run(inputs, impl, incoming=(dy, dfinal))
     others = torch.tensor([True] * 5 + [False] + [True] * 5)
     assert torch.equal(after["dx"][:, others], before["dx"][:, others])
     assert not after["dx"][:, ~others].isfinite().any()
 
 
 @pytest.mark.parametrize("cut", [1, 2, 4, 10])
-def test_final_states_carry_on(cut):
+def test_final_states_carry_on(impl, cut):
     """Two halves, the state handed over, are the whole: values, and gradients through the state."""
     whole = make_conv_inputs([11], dtype=torch.float64)
 
     def in_halves(x, cu_seqlens, initial_states, return_final_states, **rest):
         y, carried = causal_conv1d(
-            x[:, :cut], initial_states=initial_states, return_final_states=True, **rest
+            x[:, :cut], initial_states=initial_states, return_final_states=True, impl=impl, **rest
         )
         y_2, final = causal_conv1d(
-            x[:, cut:], initial_states=carried, return_final_states=True, **rest
+            x[:, cut:], initial_states=carried, return_final_states=True, impl=impl, **rest
         )
         return torch.cat([y, y_2], dim=1), final
 
-    assert_exact(outputs_and_grads(in_halves, whole, activation="silu"), run(whole))
+    assert_exact(outputs_and_grads(in_halves, whole, activation="silu"), run(whole, impl))
 
 
-def test_rows_of_a_batch_are_documents():
+def test_rows_of_a_batch_are_documents(impl):
     inputs = make_conv_inputs([7, 7, 7])
-    packed = run(inputs)
+    packed = run(inputs, impl)
     del inputs["cu_seqlens"]
-    batch = run(inputs | dict(x=inputs["x"].view(3, 7, -1)))
+    batch = run(inputs | dict(x=inputs["x"].view(3, 7, -1)), impl)
     for name in RESULTS:
         assert torch.equal(batch[name].view_as(packed[name]), packed[name]), name
 
 
-def test_slices_of_a_projection_need_no_copy():
+def test_slices_of_a_projection_need_no_copy(impl):
     inputs = make_conv_inputs([5, 9], dtype=torch.float64)
     wide = torch.cat([inputs["x"], inputs["x"]], dim=2)
     x, _ = wide.chunk(2, dim=2)
     assert not x.is_contiguous()
-    assert_exact(run(inputs | dict(x=x)), run(inputs))
+    y = causal_conv1d(**inputs | dict(x=x), activation="silu", impl=impl)
+    assert relative_rms(y, run(inputs, impl)["y"]) < 1e-12
 
 
-def test_same_bits_twice():
+@pytest.mark.parametrize("dim", [1, LANES, LANES + 2, 3 * LANES])
+def test_every_channel_of_every_block(dim):
+    inputs = make_conv_inputs([70, 1], dim=dim, dtype=torch.float64)
+    assert_exact(run(inputs, "cpu"), run(inputs, "reference"))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(impl, use_reentrant):
+    inputs = make_conv_inputs([5, 9])
+
+    def conv(x):
+        return causal_conv1d(**inputs | dict(x=x), activation="silu", impl=impl)
+
+    x, x_again = (inputs["x"].clone().requires_grad_() for _ in range(2))
+    conv(x).sum().backward()
+    checkpoint(conv, x_again, use_reentrant=use_reentrant).sum().backward()
+    assert torch.equal(x_again.grad, x.grad)
+
+
+def test_gradient_of_one_output_alone(impl):
+    inputs = make_conv_inputs([3, 2], dtype=torch.float64)
+    x = inputs["x"].requires_grad_()
+    y, states = causal_conv1d(**inputs, impl=impl, return_final_states=True)
+    from_y, from_states, from_both = (
+        torch.autograd.grad(total, x, retain_graph=True)[0]
+        for total in (y.sum(), states.sum(), y.sum() + states.sum())
+    )
+    assert relative_rms(from_y + from_states, from_both) < 1e-12
+    y = causal_conv1d(**inputs, impl=impl)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], from_y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_dtypes_of_results(impl, dtype):
+    inputs = make_conv_inputs([3, 2], dtype=dtype)
+    inputs["weight"] = inputs["weight"].float()
+    results = run(inputs, impl)
+    assert results["y"].dtype == results["final_states"].dtype == dtype
+    for name, t in inputs.items():
+        assert name == "cu_seqlens" or results[f"d{name}"].dtype == t.dtype, name
+
+
+def test_default_on_the_cpu_is_the_fast_one():
+    inputs = make_conv_inputs([5, 9])
+    y = causal_conv1d(**inputs, activation="silu")
+    assert torch.equal(y, run(inputs, "cpu")["y"])
+    # the bits tell them apart
+    assert not torch.equal(y, run(inputs, "reference")["y"])
+
+
+def test_same_bits_twice(impl):
     inputs = make_conv_inputs([9, 1, 17, 2])
-    once, twice = run(inputs), run(inputs)
+    once, twice = run(inputs, impl), run(inputs, impl)
     for name in RESULTS:
         assert torch.equal(once[name], twice[name]), name
 
 
-def test_autocast_does_not_reach_the_sums():
+def test_autocast_does_not_reach_the_sums(impl):
     inputs = make_conv_inputs([5, 9])
-    expected = run(inputs)
+    expected = run(inputs, impl)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = run(inputs)
+        actual = run(inputs, impl)
     for name in RESULTS:
         assert torch.equal(actual[name], expected[name]), name
 
 
-def test_thousands_of_documents():
+def test_thousands_of_documents(impl):
     inputs = make_conv_inputs([1] * 3000, dim=3, dtype=torch.float64)
     history = torch.cat([inputs["initial_states"], inputs["x"][0, :, :, None]], dim=2)
-    y = causal_conv1d(**inputs)[0]
+    y = causal_conv1d(**inputs, impl=impl)[0]
     assert relative_rms(y, (history * inputs["weight"]).sum(2) + inputs["bias"]) < 1e-12
 
 
@@ -216,7 +282,7 @@ def test_gradients_of_the_definition():
         (dict(initial_states=torch.zeros(2, 5, 4)), "before each document, got (2, 5, 4)"),
         (dict(cu_seqlens=torch.tensor([0, 3, 8]).int()), "end at the row's 7 tokens, got 8"),
         (dict(activation="gelu"), "activation must be None or 'silu', got 'gelu'"),
-        (dict(impl="cuda"), "impl must be None, 'triton' or 'reference', got 'cuda'"),
+        (dict(impl="cuda"), "impl must be None, 'triton', 'cpu' or 'reference', got 'cuda'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -224,3 +290,10 @@ def test_refusals_say_what_was_given(changes, message):
     inputs = make_conv_inputs([3, 4])
     with pytest.raises(ValueError, match=re.escape(message)):
         causal_conv1d(**inputs | changes)
+
+
+def test_another_device_is_refused_with_the_remedy():
+    x, weight = torch.zeros(7, 5, device="meta"), torch.zeros(5, 4, device="meta")
+    offsets = torch.tensor([0, 7], device="meta")
+    with pytest.raises(RuntimeError, match="on the CPU with impl='cpu', got meta; take impl='ref"):
+        cpu.causal_conv1d_cpu(x, weight, None, None, offsets, None, return_final_states=False)

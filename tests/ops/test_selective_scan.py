@@ -1,10 +1,9 @@
-"""selective_scan in plain PyTorch: against a closed form, and documents against themselves alone.
+"""selective_scan without a GPU: against a closed form, and documents against themselves alone.
 
 The closed form shares nothing with the code under test: no recurrence, no packing.
 """
 
 import re
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from xtuner_mamba.ops import selective_scan
+from xtuner_mamba.ops.cpu_support import LANES
 from xtuner_mamba.ops.selective_scan import cpu
 from xtuner_mamba.testing import (
     assert_as_accurate_as_eager,
@@ -36,19 +36,12 @@ RESULTS = {"y", "final_states"} | {
 }
 
 
-@pytest.fixture(params=["reference", "cpu", "cpu in small blocks"])
+@pytest.fixture(params=["reference", "cpu", "cpu in small chunks"])
 def impl(request, monkeypatch):
-    """By name; small blocks cut documents every few steps, where the real ones need long ones."""
-    # memory kept from other tests holds their numbers, new memory holds NaN
-    monkeypatch.setattr(cpu, "_scratch", threading.local())
-    if request.param == "cpu in small blocks":
-        cut_blocks(monkeypatch, block_tokens=16, step_docs=2)
+    """By name; small chunks cut documents every few tokens, where the real ones need long ones."""
+    if request.param == "cpu in small chunks":
+        monkeypatch.setattr(cpu, "_CHUNK", 4)
     return request.param.split()[0]
-
-
-def cut_blocks(monkeypatch, *, block_tokens: int, step_docs: int, cells: int = DIM * DSTATE):
-    monkeypatch.setattr(cpu, "_BLOCK_CELLS", block_tokens * cells)
-    monkeypatch.setattr(cpu, "_STEP_CELLS", step_docs * cells)
 
 
 def run(inputs, impl, **options):
@@ -65,14 +58,11 @@ def assert_exact(actual: dict, exact: dict) -> None:
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
     optional=st.sets(st.sampled_from(["D", "z", "dt_bias", "initial_states"])),
     dt_softplus=st.booleans(),
-    block_tokens=st.integers(1, 40),
-    step_docs=st.integers(1, 4),
+    chunk=st.integers(1, 13),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=120)
-def test_outputs_and_gradients_are_exact(
-    lengths, optional, dt_softplus, block_tokens, step_docs, seed
-):
+def test_outputs_and_gradients_are_exact(lengths, optional, dt_softplus, chunk, seed):
     inputs = make_scan_inputs(lengths, dim=DIM, dstate=DSTATE, dtype=torch.float64, seed=seed)
     for name in {"D", "z", "dt_bias", "initial_states"} - optional:
         del inputs[name]
@@ -81,7 +71,7 @@ def test_outputs_and_gradients_are_exact(
     exact = outputs_and_grads(scan_oracle, inputs, dt_softplus=dt_softplus)
     assert_exact(run(inputs, "reference", dt_softplus=dt_softplus), exact)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        cut_blocks(monkeypatch, block_tokens=block_tokens, step_docs=step_docs)
+        monkeypatch.setattr(cpu, "_CHUNK", chunk)
         assert_exact(run(inputs, "cpu", dt_softplus=dt_softplus), exact)
 
 
@@ -210,6 +200,12 @@ def test_extreme_layouts(lengths):
     assert_exact(run(inputs, "cpu"), run(inputs, "reference"))
 
 
+@pytest.mark.parametrize("dim", [1, LANES, LANES + 2, 3 * LANES])
+def test_every_channel_of_every_block(dim):
+    inputs = make_scan_inputs([70, 1], dim=dim, dtype=torch.float64)
+    assert_exact(run(inputs, "cpu"), run(inputs, "reference"))
+
+
 def test_same_bits_twice(impl):
     inputs = make_scan_inputs([9, 1, 17, 2])
     once, twice = run(inputs, impl), run(inputs, impl)
@@ -264,7 +260,7 @@ def test_activation_checkpointing(impl, use_reentrant):
     assert torch.equal(x_again.grad, x.grad)
 
 
-@pytest.mark.parametrize("lengths", [[1024], [64] * 16], ids=["one", "sixteen"])
+@pytest.mark.parametrize("lengths", [[1024], [128] * 8], ids=["one", "eight"])
 def test_saves_a_small_part_of_the_states(lengths):
     dim, dstate = 512, 16
     inputs = make_scan_inputs(lengths, dim=dim, dstate=dstate)
@@ -364,6 +360,13 @@ def test_refusals_say_what_was_given(changes, message):
     inputs = make_scan_inputs(**SEVEN)
     with pytest.raises(ValueError, match=re.escape(message)):
         selective_scan(**inputs | changes)
+
+
+def test_another_device_is_refused_with_the_remedy():
+    x, A, B = (torch.zeros(size, device="meta") for size in ((7, 5), (5, 3), (7, 3)))
+    args = (x, x, A, B, B, None, None, None, None, torch.tensor([0, 7], device="meta"), True)
+    with pytest.raises(RuntimeError, match="on the CPU with impl='cpu', got meta; take impl='ref"):
+        cpu.selective_scan_cpu(*args, return_final_states=False)
 
 
 def test_a_batch_of_packed_rows_is_refused_with_the_remedy():

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from xtuner_mamba.layout import check_cu_seqlens
 
-Impl = Literal["triton", "reference"]
+Impl = Literal["triton", "cpu", "reference"]
 
 
 class ConvWithStates(NamedTuple):
@@ -63,8 +63,9 @@ def causal_conv1d(
             ``(num_seqs, dim, width - 1)``.
         return_final_states: Also return each document's last ``width - 1`` inputs, those of a
             shorter document led by its initial state (or zeros).
-        impl: ``"triton"`` runs on a GPU, ``"reference"`` in plain PyTorch. ``None`` takes the
-            first on a GPU and the second elsewhere; a named one is never switched.
+        impl: ``"triton"`` runs on a GPU, ``"cpu"`` on a CPU, ``"reference"`` in plain PyTorch.
+            ``None`` takes the first on a GPU and the second elsewhere; a named one is never
+            switched.
 
     Returns:
         ``(batch, seqlen, dim)`` in the dtype of ``x``; with ``return_final_states`` a
@@ -87,16 +88,20 @@ def causal_conv1d(
 
 def _resolve(impl: Impl | None, device: torch.device):
     if impl is None:
-        impl = "triton" if device.type == "cuda" else "reference"
+        impl = "triton" if device.type == "cuda" else "cpu"
     if impl == "triton":
         from xtuner_mamba.ops.causal_conv1d.triton import causal_conv1d_triton
 
         return causal_conv1d_triton
+    if impl == "cpu":
+        from xtuner_mamba.ops.causal_conv1d.cpu import causal_conv1d_cpu
+
+        return causal_conv1d_cpu
     if impl == "reference":
         from xtuner_mamba.ops.causal_conv1d.reference import causal_conv1d_reference
 
         return causal_conv1d_reference
-    raise ValueError(f"impl must be None, 'triton' or 'reference', got {impl!r}")
+    raise ValueError(f"impl must be None, 'triton', 'cpu' or 'reference', got {impl!r}")
 
 
 def _check_inputs(
