@@ -1,9 +1,12 @@
 """DeepSpeed's dtypes and optimizer groups, without an engine (see test_training for one)."""
 
+import inspect
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.zero import partition_parameters
 from mmengine.config import Config
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from transformers import MambaConfig, MambaForCausalLM
@@ -124,3 +127,51 @@ def test_optimizer_groups_survive_deepspeed(cfg, auto_dtype, pristine):
     assert len(decays) == len(list(model.parameters()))
     # XTuner alone lets all of them decay: once this fails, the patch is not needed any more
     assert set(weight_decays(pristine, model, patched=False).values()) == {0.1}
+
+
+class LateGather:
+    """An all-gather of one rank that is done when it is waited for, as gloo may do it."""
+
+    def __init__(self, output, partition, group, async_op):
+        self.wait = lambda: output.copy_(partition)
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """Gather two parameters with a function of DeepSpeed's ``zero.Init``; what they hold then."""
+    monkeypatch.setattr(partition_parameters.dist, "all_gather_into_tensor", LateGather)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    init = SimpleNamespace(
+        num_partitions=2,
+        local_device="cpu",
+        use_all_gather_into_tensor=True,
+        get_partition_dp_group=lambda parameter: None,
+    )
+
+    def run(gather) -> list[list[float]]:
+        parameters = []
+        for value in (1.0, 2.0):
+            parameters.append(torch.nn.Parameter(torch.zeros(0)))
+            partition = torch.full((4,), value)
+            partition.ds_numel = 2
+            parameters[-1].__dict__.update(ds_tensor=partition, ds_numel=4, ds_shape=(4,))
+        gather(init, parameters)
+        return [parameter.tolist() for parameter in parameters]
+
+    return run
+
+
+@pytest.mark.parametrize("synchronized", [True, False], ids=["cpu", "gpu"])
+def test_all_parameters_gathered_at_once_are_waited_for(
+    pristine, gathered, monkeypatch, synchronized
+):
+    accelerator = type(partition_parameters.get_accelerator())
+    monkeypatch.setattr(accelerator, "is_synchronized_device", lambda self: synchronized)
+    init = partition_parameters.Init
+    alone = inspect.unwrap(init._allgather_params_coalesced)
+    monkeypatch.setattr(init, "_allgather_params_coalesced", alone)
+    # DeepSpeed waits for the last: once this fails, the patch is not needed any more
+    assert gathered(alone) == [[0.0] * 4, [2.0] * 4]
+    deepspeed.wait_for_every_gather(pristine("xtuner.engine._strategy.deepspeed"))
+    first = [1.0] * 4 if synchronized else [0.0] * 4
+    assert gathered(init._allgather_params_coalesced) == [first, [2.0] * 4]

@@ -73,6 +73,12 @@ PATCHES = (
     ),
     Patch(
         after="xtuner.engine._strategy.deepspeed",
+        function="deepspeed:wait_for_every_gather",
+        needs=("DeepSpeedStrategy",),
+        checked_on="xtuner 0.2.0, deepspeed 0.16.2",
+    ),
+    Patch(
+        after="xtuner.engine._strategy.deepspeed",
         function="devices:spare_compiler",
         needs=("DeepSpeedStrategy",),
         checked_on="xtuner 0.2.0, deepspeed 0.16.2",

@@ -7,6 +7,7 @@ autocast. XTuner 0.2.0 also drops ``constructor`` and ``paramwise_cfg`` when it 
 """
 
 import functools
+import importlib.util
 import logging
 import os
 import socket
@@ -154,3 +155,28 @@ def start_single_process(strategy: ModuleType) -> None:
         return build(self, model)
 
     strategy.DeepSpeedStrategy.build_model = build_model
+
+
+def wait_for_every_gather(strategy: ModuleType) -> None:
+    """Let ZeRO-3 on the CPU wait for all parameters that it gathers at once.
+
+    DeepSpeed waits for the last of them alone: NCCL completes them in order. gloo has threads and
+    does not, so a forward could read memory into which nothing had been written yet, and what a
+    weight had been before could be written over the one just loaded.
+    """
+    if not importlib.util.find_spec("deepspeed"):
+        return
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    gather = Init._allgather_params_coalesced
+
+    @functools.wraps(gather)
+    def gather_in_order(self, param_list, *args, **kwargs):
+        if not get_accelerator().is_synchronized_device():
+            return gather(self, param_list, *args, **kwargs)
+        # the last of one is all of them
+        for parameter in param_list:
+            gather(self, [parameter], *args, **kwargs)
+
+    Init._allgather_params_coalesced = gather_in_order
