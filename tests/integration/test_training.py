@@ -38,7 +38,7 @@ def train(xtuner, write_config, tiny, tmp_path_factory):
     # a constant rate, since schedules count micro-batches and not optimizer steps
     config.write_text(config.read_text() + "\nparam_scheduler = None\n")
 
-    def run(*arguments, accumulative_counts, max_iters, **environment):
+    def run(*arguments, accumulative_counts, max_iters, model=(), **environment):
         work_dir = tmp_path_factory.mktemp("work_dir")
         done = xtuner(
             *("train", str(config), "--work-dir", str(work_dir), "--seed", "0", *arguments),
@@ -47,6 +47,7 @@ def train(xtuner, write_config, tiny, tmp_path_factory):
             f"train_cfg.max_iters={max_iters}",
             f"optim_wrapper.accumulative_counts={accumulative_counts}",
             "custom_hooks.2.max_new_tokens=2",
+            *(f"model.{option}" for option in model),
             **environment,
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -128,6 +129,21 @@ def test_resumed_training_ends_at_the_same_bits(train, alone):
 def test_two_processes_take_the_same_steps_as_one(train, alone, initial):
     work_dir, _ = train(**BY_TWO, **two_processes())
     assert_same_training(weights(work_dir / f"iter_{NUM_STEPS}.pth"), weights(alone), initial)
+
+
+def test_fused_training_under_zero3_does_without_what_cannot_work(train, alone, initial):
+    fused = ("fuse_norm=True", "fuse_loss=True", "recompute=True")
+    work_dir, log = train(
+        *("--deepspeed", "deepspeed_zero3"),
+        model=(*fused, "use_activation_checkpointing=False"),
+        **ALONE,
+        **ON_CPU,
+    )
+    assert log.count("ZeRO-3 gathers the head for its own forward only") == 1
+    checkpoint = get_state_dict_from_zero_checkpoint(
+        str(work_dir), tag=alone.name, dtype=torch.float32
+    )
+    assert_same_training(checkpoint, weights(alone), initial)
 
 
 # ZeRO-3 needs its process group while the model is built, the others after it
