@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mmengine.dataset import DefaultSampler
 from mmengine.runner import Runner, loops
+from mmengine.runner.utils import _get_batch_size
 from torch.utils.data import ConcatDataset
 
 from xtuner_mamba.dataset import BucketBatchSampler, TokenBudgetBatchSampler, batch_plan
@@ -172,6 +173,7 @@ def test_mmengine_tells_the_epoch_and_replay_gives_the_same(iterate, config):
     num_steps = len(loader)
     run = [next(batches) for _ in range(3 * num_steps)]
     assert loader.batch_sampler.epoch == 2
+    assert _get_batch_size(loader) == 1, "DeepSpeed would not start"
     epochs = [run[i * num_steps : (i + 1) * num_steps] for i in range(3)]
     assert all(a != b for a, b in zip(epochs, [*epochs[1:], epochs[0]]))
     # TrainLoop replays what came before the checkpoint, whichever step that was

@@ -98,6 +98,8 @@ class BucketBatchSampler(Sampler[list[int]]):
             )
         # MMEngine's loop tells the epoch to batch_sampler.sampler
         self.sampler, self.epoch = self, 0
+        # rows of a batch, which MMEngine asks for on behalf of DeepSpeed
+        self.batch_size = 1
         print_log(self._describe(counts), logger="current")
 
     def __len__(self) -> int:

@@ -76,6 +76,8 @@ class TokenBudgetBatchSampler(Sampler[list[int]]):
         self._num_steps = -(-most // self.num_replicas)
         # MMEngine's loop tells the epoch to batch_sampler.sampler
         self.sampler, self.epoch = self, 0
+        # rows of a batch, which MMEngine asks for on behalf of DeepSpeed
+        self.batch_size = 1
 
     def __len__(self) -> int:
         return self._num_steps
