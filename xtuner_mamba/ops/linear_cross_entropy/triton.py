@@ -106,4 +106,6 @@ def _linear_cross_entropy_fwd(
             torch.mm(logits, weight, out=dx[rows])
         if needs_dweight:
             dweight += logits.t() @ x[rows]
+        # else the next slice is made before this one goes
+        del logits
     return losses.sum(), dx, dweight
