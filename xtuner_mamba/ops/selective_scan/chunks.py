@@ -142,9 +142,8 @@ def _chunk_kernel(
                 b_B = tl.load(p_B + i_t * 2 * DSTATE, mask=m_n, other=0.0)
                 b_h = next_state(b_h, b_A, b_dt, b_x, b_B)
             b_time += b_dt
-        i_chunk = i_chunk.to(tl.int64)
-        tl.store(states + i_chunk * DSTATE * dim + o_h, b_h, mask=m_h)
-        tl.store(times + i_chunk * dim + o_d, b_time, mask=m_d)
+        tl.store(states + i_chunk.to(tl.int64) * DSTATE * dim + o_h, b_h, mask=m_h)
+        tl.store(times + i_chunk.to(tl.int64) * dim + o_d, b_time, mask=m_d)
 
 
 @triton.jit

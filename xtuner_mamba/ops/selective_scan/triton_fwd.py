@@ -44,8 +44,8 @@ def _scan_fwd_kernel(
         b_bias = tl.load(dt_bias + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_h = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     if initial_states is not None:
-        p_h = initial_states + i_seq * DSTATE * dim + o_h
-        b_h = tl.load(p_h, mask=m_h, other=0.0).to(tl.float32)
+        p_initial = initial_states + i_seq * DSTATE * dim + o_h
+        b_h = tl.load(p_initial, mask=m_h, other=0.0).to(tl.float32)
 
     for i_chunk in range(0, tl.cdiv(end - start, CHUNK)):
         first = start + i_chunk * CHUNK

@@ -1,0 +1,94 @@
+"""The Triton kernels, compiled for a GPU where there is none: the interpreter checks no types.
+
+Triton cannot compile in a process that it has been told to interpret in, so a process of its own
+does. Every optional input is there, and in a dtype of its own where it may have one.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+COMPILES = os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available()
+ROWS = {"x", "dt", "z", "y", "dy", "dx", "ddt", "dz"}
+HALVES = {"fp16": ROWS | {"weight", "bias", "initial_states"}, "fp32": set()}
+INTEGERS = {"cu_seqlens", "cu_chunks", "seqs", "seq_idx"}
+SCAN = {"SOFTPLUS": True, "DSTATE": 16, "BLOCK_N": 16, "BLOCK_D": 128}
+CONV = {"WIDTH": 4, "SILU": True, "BLOCK_D": 128, "GROUP": 8}
+
+
+def kernels():
+    from xtuner_mamba.ops.causal_conv1d import triton_bwd as conv_bwd
+    from xtuner_mamba.ops.causal_conv1d import triton_fwd as conv_fwd
+    from xtuner_mamba.ops.selective_scan import chunks, triton_bwd, triton_fwd
+
+    stages = {"VECTOR": 1, "NUM_STAGES": 4}
+    return {
+        "scan forward": (triton_fwd._scan_fwd_kernel, {"CHUNK": 64} | stages),
+        "scan backward": (triton_bwd._scan_bwd_kernel, {"CHUNK": 64, "SUB": 4}),
+        "chunks": (chunks._chunk_kernel, {"REVERSE": False} | stages),
+        "chunks from the end": (chunks._chunk_kernel, {"REVERSE": True} | stages),
+        "carry": (chunks._carry_kernel, {"REVERSE": False}),
+        "carry from the end": (chunks._carry_kernel, {"REVERSE": True}),
+        "conv forward": (conv_fwd._conv_fwd_kernel, {}),
+        "conv backward": (conv_bwd._conv_bwd_kernel, {}),
+    }
+
+
+@pytest.mark.skipif(COMPILES or torch.cuda.is_available(), reason="the tests below run themselves")
+def test_all_of_this_file_without_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", Path(__file__)]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "16 passed, 1 skipped" in run.stdout, run.stdout
+
+
+@pytest.mark.skipif(not COMPILES, reason="the test above runs it, or a GPU runs the kernels")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "scan forward",
+        "scan backward",
+        "chunks",
+        "chunks from the end",
+        "carry",
+        "carry from the end",
+        "conv forward",
+        "conv backward",
+    ],
+)
+def test_compiles(name, dtype):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, constants = kernels()[name]
+    constants = (CONV if "conv" in name else SCAN) | constants
+    signature = {}
+    for arg in kernel.arg_names:
+        if arg in constants:
+            signature[arg] = "constexpr"
+        elif arg in INTEGERS:
+            signature[arg] = "*i32"
+        elif arg == "order":
+            signature[arg] = "*i64"
+        elif arg == "unknown_one":
+            signature[arg] = "fp32"
+        elif arg.startswith("stride") or arg in (
+            "dim",
+            "total",
+            "num_seqs",
+            "num_groups",
+            "block_t",
+        ):
+            signature[arg] = "i32"
+        else:
+            signature[arg] = "*fp16" if arg in HALVES[dtype] else "*fp32"
+    indices = {(kernel.arg_names.index(k),): v for k, v in constants.items() if k in signature}
+    source = ASTSource(kernel, signature, indices)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
