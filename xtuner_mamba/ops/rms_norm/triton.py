@@ -74,7 +74,8 @@ def _norm_fwd_kernel(
     tl.store(y + o_y, b_w * b_normed, mask=m_d)
 
 
-@triton.jit
+# changes from step to step: a kernel for each of its divisors would be compiled in turn
+@triton.jit(do_not_specialize=["total"])
 def _norm_bwd_kernel(
     dy, dresidual, rounded, scales, weight, dx, dweights, stride_dy, stride_dresidual,
     stride_rounded, total, dim,
