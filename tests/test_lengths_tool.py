@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -145,6 +146,13 @@ def test_what_cannot_be_measured_is_refused(capsys, source, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith(f"{source}: ")
+
+
+def test_json_is_all_that_stdout_gets(folder):
+    write("documents.jsonl", [{"length": n} for n in LENGTHS])
+    command = [sys.executable, str(ROOT / "tools" / "lengths.py"), "documents.jsonl", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["documents"] == len(LENGTHS)
 
 
 def test_a_verb_that_there_is_not(capsys):

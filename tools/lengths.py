@@ -1,6 +1,8 @@
 """Run ``xtuner-mamba lengths`` from a checkout."""
 
-from xtuner_mamba.tools.lengths import main
+import sys
+
+from xtuner_mamba.cli import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(["lengths", *sys.argv[1:]]))

@@ -1,6 +1,7 @@
 """``xtuner-mamba VERB``: the tools that stand beside XTuner's own commands."""
 
 import sys
+from contextlib import redirect_stdout
 from importlib import import_module
 
 VERBS = {
@@ -14,8 +15,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     verb = arguments[0] if arguments else None
     if verb in VERBS:
-        # imported now: what a verb needs takes seconds to import
-        return import_module(f"xtuner_mamba.tools.{verb}").main(arguments[1:])
+        # imported now, since it takes seconds; what libraries say meanwhile is no result
+        with redirect_stdout(sys.stderr):
+            module = import_module(f"xtuner_mamba.tools.{verb}")
+        return module.main(arguments[1:])
     asked = verb in ("-h", "--help")
     if not asked:
         print(f"VERB must be one of {', '.join(VERBS)}, got {verb}", file=sys.stderr)
