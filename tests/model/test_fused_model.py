@@ -117,9 +117,9 @@ def eager_step(model, batch, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32] + [torch.bfloat16, torch.float16] * GPU, ids=str)
 def test_errs_at_most_twice_as_much_as_eager_documents_alone(kernels, monkeypatch, dtype):
-    """Each error is the mean over draws: which of two right results errs more is luck."""
+    """Each error is a mean over draws and layers: which of two right results errs more is luck."""
     errors = {}
-    for seed in range(4):
+    for seed in range(6):
         lengths = [*LENGTHS, *[64, 65, 130] * GPU]
         batch = make_batch(lengths, seed)
         fused = make_model(dtype, seed)
@@ -131,9 +131,10 @@ def test_errs_at_most_twice_as_much_as_eager_documents_alone(kernels, monkeypatc
         exact = eager_step(oracle, batch, monkeypatch)
         for name, value in exact.items():
             pair = relative_rms(actual[name], value), relative_rms(eager[name], value)
-            errors.setdefault(name, []).append(pair)
-    rounding = torch.finfo(dtype).eps / 4
+            errors.setdefault(re.sub(r"layers\.\d", "layers", name), []).append(pair)
     for name, pairs in errors.items():
+        # one correct rounding errs by eps / 4 over many numbers, and by eps / 2 in a single one
+        rounding = torch.finfo(dtype).eps / (2 if name == "loss" else 4)
         ours, theirs = (sum(error) / len(pairs) for error in zip(*pairs))
         assert ours <= 2 * max(theirs, rounding), f"{name}: {ours:.2e}, eager {theirs:.2e}"
 
