@@ -28,6 +28,11 @@ def test_its_rows_hold_what_packs_hold(make_rows):
     assert max(rows.length) == 32
 
 
+def test_what_is_about_packs_has_no_say(make_rows):
+    settings = dict(pack_to_max_length=False, use_varlen_attn=False, packing="wrap")
+    assert process(make_rows([3, 9, 5]), max_length=9, **settings).length == [3, 9, 5]
+
+
 LONG = [3, 7, 2]
 
 

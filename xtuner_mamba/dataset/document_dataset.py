@@ -10,6 +10,10 @@ from xtuner_mamba.dataset.documents import TokenizedDocuments
 from xtuner_mamba.dataset.plan import PackPlan, Pieces
 from xtuner_mamba.dataset.process import process_packed_dataset
 
+_WHOLE_IN_ORDER = dict(
+    packing="best_fit", shuffle_before_pack=False, pack_to_max_length=True, use_varlen_attn=True
+)
+
 
 class DocumentDataset(Dataset):
     """Documents, or pieces of long ones, as XTuner's datasets give rows.
@@ -51,8 +55,8 @@ def process_document_dataset(
         *args: As in ``process_packed_dataset``.
         too_long: What happens to documents longer than ``max_length``. ``"truncate"`` keeps their
             first ``max_length`` tokens; the others as there.
-        **kwargs: As there. ``max_length`` is the longest row; ``packing`` and
-            ``shuffle_before_pack`` have no say.
+        **kwargs: As there. ``max_length`` is the longest row. What is about packs has no say:
+            ``packing``, ``shuffle_before_pack``, ``pack_to_max_length``, ``use_varlen_attn``.
 
     Raises:
         ValueError: An argument cannot be met, or nothing is left to train on.
@@ -63,8 +67,7 @@ def process_document_dataset(
         )
     # a truncated document is the first piece of a split one
     rule = "split" if too_long == "truncate" else too_long
-    kwargs |= dict(too_long=rule, packing="best_fit", shuffle_before_pack=False)
-    packs = process_packed_dataset(*args, **kwargs)
+    packs = process_packed_dataset(*args, **kwargs | _WHOLE_IN_ORDER, too_long=rule)
     documents, pieces = packs._documents, packs._pieces
     kept = documents.packs_with_target(PackPlan(pieces, np.arange(len(pieces) + 1)))
     num_masked = (~kept).sum()
