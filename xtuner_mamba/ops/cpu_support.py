@@ -59,7 +59,10 @@ def check_cpu_takes(x: Tensor) -> None:
 
 @njit(**CALLED)
 def zeros(count, like):
-    """Return a tile of zeros, ``(count, LANES)``."""
+    """Return a tile of zeros, ``(count, LANES)``.
+
+    Each is an array of its own: loops over parts of one would not become vector instructions.
+    """
     return np.zeros((count, LANES), like.dtype)
 
 

@@ -63,9 +63,9 @@ def causal_conv1d(
             ``(num_seqs, dim, width - 1)``.
         return_final_states: Also return each document's last ``width - 1`` inputs, those of a
             shorter document led by its initial state (or zeros).
-        impl: ``"triton"`` runs on a GPU, ``"cpu"`` on a CPU, ``"reference"`` in plain PyTorch.
-            ``None`` takes the first on a GPU and the second elsewhere; a named one is never
-            switched.
+        impl: ``"triton"`` runs on a GPU, ``"cpu"`` on a CPU in compiled loops, ``"reference"`` in
+            plain PyTorch, anywhere. ``None`` takes the first on a GPU and the second elsewhere;
+            a named one is never switched.
 
     Returns:
         ``(batch, seqlen, dim)`` in the dtype of ``x``; with ``return_final_states`` a

@@ -80,7 +80,7 @@ def selective_scan(
         initial_states: State before each document's first token, ``(num_seqs, dim, dstate)``.
         return_final_states: Also return the state after each document's last token.
         impl: ``"gluon"`` is the fastest, for 16-bit inputs on a Hopper GPU, ``"triton"`` runs on
-            any GPU, ``"cpu"`` advances all documents together, ``"reference"`` is the definition,
+            any GPU, ``"cpu"`` on a CPU in compiled loops, ``"reference"`` is the definition,
             token by token. ``None`` takes the first that can do it, and logs once why that is not
             the fastest of a GPU; a named one is never switched.
 
