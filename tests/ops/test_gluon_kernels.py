@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from xtuner_mamba.layout import PackedLayout
-from xtuner_mamba.ops import selective_scan
+from xtuner_mamba.ops import backward_follows, selective_scan
 from xtuner_mamba.ops.selective_scan import api, chunks, gluon_support
 from xtuner_mamba.testing import (
     assert_errs_like_eager,
@@ -151,7 +151,7 @@ def test_slices_of_channels_and_groups_of_documents_change_no_rounding(monkeypat
 
     whole = run(make_scan_inputs(LENGTHS, dim=192, dstate=16, dtype=torch.bfloat16))
     assert gluon_bwd._slice_width(25, 192) == 192
-    monkeypatch.setattr(gluon_bwd, "_MAX_SCRATCH_BYTES", 1)
+    monkeypatch.setattr(gluon_bwd, "MAX_SCRATCH_BYTES", 1)
     monkeypatch.setattr(gluon_bwd, "_MAX_SUM_BYTES", 2 * 64 * 64)
     monkeypatch.setattr(gluon_fwd, "_MAX_PROGRAMS", 1)
     assert gluon_bwd._slice_width(25, 192) == 64
@@ -160,6 +160,20 @@ def test_slices_of_channels_and_groups_of_documents_change_no_rounding(monkeypat
         assert torch.equal(sliced[name], whole[name]), name
     for name in sliced.keys() - {"y", "dx", "ddt", "dz", *OF_STATES}:
         assert relative_rms(sliced[name], whole[name]) < 1e-3, name
+
+
+@runs_kernels
+def test_states_that_the_forward_has_kept_change_no_bit():
+    apart = run(make_small())
+    saved = []
+    with (
+        backward_follows(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
+        together = run(make_small())
+    assert (sum(LENGTHS) // 4, 16, 128) in [tuple(t.shape) for t in saved]
+    for name in apart:
+        assert torch.equal(together[name], apart[name]), name
 
 
 @runs_kernels

@@ -5,6 +5,7 @@ their weights, so that a LoRA or a quantised layer in their place acts.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from xtuner_mamba.layout import PackedLayout, current_layout
-from xtuner_mamba.ops import causal_conv1d, selective_scan
+from xtuner_mamba.ops import backward_follows, causal_conv1d, selective_scan
 
 
 def mamba_mixer_forward(
@@ -48,7 +49,9 @@ def mamba_mixer_forward(
     # bound and not an argument, which a checkpoint would hand over as a tensor nobody has checked
     mix = partial(_mix_documents, self, cu_seqlens=layout.cu_seqlens)
     if _recomputes(self, xz, recompute, checkpointed_by):
-        y = checkpoint(mix, xz, use_reentrant=False)
+        y = checkpoint(
+            mix, xz, use_reentrant=False, context_fn=lambda: (nullcontext(), backward_follows())
+        )
     else:
         y = mix(xz)
     return y.reshape(hidden_states.shape)

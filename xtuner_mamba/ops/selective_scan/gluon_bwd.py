@@ -20,7 +20,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from xtuner_mamba.ops.selective_scan.gluon_fwd import _launch_fwd, warps_of
+from xtuner_mamba.ops.selective_scan.gluon_fwd import (
+    GROUP,
+    MAX_SCRATCH_BYTES,
+    _launch_fwd,
+    warps_of,
+)
 from xtuner_mamba.ops.selective_scan.gluon_tile import (
     LN_2,
     barrier,
@@ -43,12 +48,8 @@ from xtuner_mamba.ops.selective_scan.gluon_tile import (
 )
 from xtuner_mamba.ops.triton_math import add_compensated
 
-# tokens whose states a thread holds in registers
-GROUP = 4
 # of dA, after which a sum goes to shared memory: the error of a sum grows with its length
 _FLUSH_TOKENS = 64
-# of the states before groups; wide rows are worked through in slices of channels
-_MAX_SCRATCH_BYTES = 2**31
 # of the sums over documents, one for every group of them
 _MAX_SUM_BYTES = 2**26
 
@@ -321,14 +322,14 @@ def _store_token(rows, o_t, b_v, is_token):
 def _scan_bwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
-    dt_softplus: bool, _: None, dy: Tensor, dfinal_states: Tensor | None,
+    dt_softplus: bool, group_states: Tensor | None, dy: Tensor, dfinal_states: Tensor | None,
     *, needs_dA: bool, needs_dBC: bool, needs_dz: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Launch the backward: dx, ddt, dA, dBC, dD, dz, ddt_bias and dinitial_states.
 
-    Temporaries, in float32: the state before every ``GROUP`` tokens, in slices of channels of at
-    most ``_MAX_SCRATCH_BYTES``; dB and dC of every block of channels, for 16 states and 128
-    channels a quarter of x; dA, dD and ddt_bias of every group of documents.
+    Temporaries, in float32: the states before every ``GROUP`` tokens, unless they are given, in
+    slices of channels of at most ``MAX_SCRATCH_BYTES``; dB and dC of every block of channels, for
+    16 states and 128 channels a quarter of x; dA, dD and ddt_bias of every group of documents.
     """
     (total, dim), num_seqs = x.shape, len(order)
     num_warps = warps_of(dim, 32)
@@ -341,10 +342,10 @@ def _scan_bwd(
     if initial_states is not None:
         dinitial_states = A.new_empty(num_seqs, 16, dim)
 
-    width = _slice_width(total, dim)
+    width = _slice_width(total, dim) if group_states is None else dim
     num_blocks = width // block_d
     num_groups = min(num_seqs, max(1, _MAX_SUM_BYTES // (64 * width)))
-    group_states = A.new_empty(total // GROUP, 16, width)
+    states = A.new_empty(total // GROUP, 16, width) if group_states is None else group_states
     dBC_parts = A.new_empty(num_blocks, total, 32)
     dA_parts = A.new_empty(num_groups, 16, width)
     dD_parts, ddt_bias_parts = (
@@ -361,9 +362,10 @@ def _scan_bwd(
             cut(x), cut(dt), cut(A), BC, cut(D), cut(z), cut(dt_bias), cut(initial_states),
             cu_seqlens, order,
         )  # fmt: skip
-        _launch_fwd(*inputs, None, None, group_states, dim, dt_softplus, unroll=GROUP)
+        if group_states is None:
+            _launch_fwd(*inputs, None, None, states, dim, dt_softplus, unroll=GROUP)
         _scan_bwd_kernel[(num_blocks * num_groups,)](
-            *inputs, group_states, cut(dy), cut(dfinal_states),
+            *inputs, states, cut(dy), cut(dfinal_states),
             cut(dx), cut(ddt), dA_parts, dBC_parts, dD_parts, cut(dz), ddt_bias_parts,
             cut(dinitial_states), total, num_seqs, num_groups, 1.0,
             stride_x=x.stride(0), stride_dt=dt.stride(0),
@@ -386,5 +388,5 @@ def _slice_width(total: int, dim: int) -> int:
     """Return how many channels to work on at once: a part of them that bounds the temporaries."""
     block_d = 64 * warps_of(dim, 64)
     num_blocks = dim // block_d
-    fit = max(1, _MAX_SCRATCH_BYTES // (64 * block_d * max(1, total // GROUP)))
+    fit = max(1, MAX_SCRATCH_BYTES // (64 * block_d * max(1, total // GROUP)))
     return block_d * max(n for n in range(1, num_blocks + 1) if num_blocks % n == 0 and n <= fit)

@@ -12,6 +12,7 @@ from xtuner_mamba.ops.selective_scan.chunks import (
     cut_long_documents,
     states_before_chunks,
 )
+from xtuner_mamba.ops.selective_scan.recomputation import is_backward_next
 
 
 class Kernels(NamedTuple):
@@ -69,6 +70,7 @@ class SelectiveScanFunction(torch.autograd.Function):
             *args, dt_softplus,
             return_final_states=return_final_states,
             needs_backward=any(ctx.needs_input_grad),
+            backward_follows=is_backward_next(),
         )  # fmt: skip
         if final_states is not None:
             if chunks is not None:

@@ -84,7 +84,7 @@ def _scan_fwd_kernel(
 def _scan_fwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
-    dt_softplus: bool, *, return_final_states: bool, needs_backward: bool,
+    dt_softplus: bool, *, return_final_states: bool, needs_backward: bool, backward_follows: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the forward: y, final states and chunk states ``(total // CHUNK, dstate, dim)``.
 
