@@ -6,7 +6,7 @@ import torch
 from xtuner_mamba.layout import IGNORE_INDEX
 from xtuner_mamba.ops import linear_cross_entropy
 from xtuner_mamba.ops.linear_cross_entropy import triton as kernels
-from xtuner_mamba.testing import assert_as_accurate_as_eager, relative_rms
+from xtuner_mamba.testing import assert_errs_like_eager, relative_rms
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -57,10 +57,8 @@ def test_kernel_is_as_accurate_as_eager(sizes, dtype, slices):
         run((x.double(), weight.double(), targets), impl="reference")
         for x, weight, targets in draws
     ]
-    for name in exact[0]:
-        # several draws: which of two right results errs more in its worst number is luck
-        stacked = [torch.stack([d[name] for d in results]) for results in (actual, eager, exact)]
-        assert_as_accurate_as_eager(name, *stacked)
+    # in float32 the special-function unit errs by 2 units in the last place, a CPU's exp by half
+    assert_errs_like_eager(actual, eager, exact, factor=3 if GPU else 2)
 
 
 def test_slices_change_no_token(monkeypatch):
