@@ -101,6 +101,16 @@ def test_mates_are_of_like_length():
     assert spread < 0.3 * np.ptp(unsorted, axis=1).mean()
 
 
+def test_a_small_bucket_has_other_mates_every_epoch():
+    # sorted by length alone, the same documents would always meet
+    sampler = make(range(10, 20), boundaries=[20], tokens_per_batch=40)
+    epochs = []
+    for epoch in range(10):
+        sampler.set_epoch(epoch)
+        epochs.append(frozenset(frozenset(batch) for batch in sampler))
+    assert len(set(epochs)) > 5
+
+
 def skewed(count=4000):
     return np.random.default_rng(0).choice([3, 6, 18], count, p=[0.9, 0.09, 0.01])
 

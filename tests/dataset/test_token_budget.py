@@ -76,7 +76,9 @@ def test_an_unlucky_epoch_widens_its_window():
     for sampler in samplers:
         for epoch in range(5):
             sampler.set_epoch(epoch)
-            assert len(list(sampler)) == len(sampler)
+            batches = list(sampler)
+            assert len(batches) == len(sampler)
+            assert sorted(i for batch in batches for i in batch) == list(range(60))
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,6 @@ def _add_bucket(best: list[int], x: list[int], below: list[int]) -> tuple[list[i
         while len(envelope) > 1 and _is_above(envelope[-2], envelope[-1], j, best, below):
             envelope.pop()
         envelope.append(j)
-        lowest = min(lowest, len(envelope) - 1)
         while lowest + 1 < len(envelope) and line_at(envelope[lowest + 1], x[j]) <= line_at(
             envelope[lowest], x[j]
         ):
