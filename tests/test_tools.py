@@ -55,19 +55,30 @@ def test_the_table_of_breaches_counts_cases():
     assert "| Run the scan across boundaries. | **none** |" in table
 
 
-def test_the_page_of_gpu_tests_tells_what_ran_where(monkeypatch):
+ALONE = """
+tests/ops/test_a.py::test_x[a b] PASSED   [ 33%]
+tests/ops/test_a.py::test_x[2] PASSED   [ 66%]
+tests/ops/test_a.py::test_y SKIPPED (why) [100%]
+"""
+SEVERAL = """
+tests/ops/test_a.py::test_x[a b]
+[gw3] [ 33%] PASSED tests/ops/test_a.py::test_x[a b]
+[gw0] [ 66%] PASSED tests/ops/test_a.py::test_x[2]
+[gw3] [100%] SKIPPED tests/ops/test_a.py::test_y
+"""
+
+
+@pytest.mark.parametrize("lines", [ALONE, SEVERAL], ids=["one process", "several"])
+def test_the_page_of_gpu_tests_tells_what_ran_where(monkeypatch, lines):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    output = (
-        "PASSED tests/ops/test_a.py::test_x[1]\nPASSED tests/ops/test_a.py::test_x[2]\n"
-        "SKIPPED [3] tests/ops/test_a.py:9: reason\n2 passed, 3 skipped in 3.00s\n"
-    )
+    output = lines + "==== 2 passed, 1 skipped in 3.00s ====\n"
     page = load("record_gpu_tests").render("abc123", ["python", "-m", "pytest"], output)
     assert "- commit: abc123" in page
     assert "- GPU: Some GPU" in page
     assert f"torch {version('torch')}" in page
-    assert "- result: 2 passed, 3 skipped in 3.00s" in page
+    assert "- result: 2 passed, 1 skipped in 3.00s" in page
     assert "| `tests/ops/test_a.py` | passed | 2 |" in page
-    assert "| `tests/ops/test_a.py` | skipped | 3 |" in page
+    assert "| `tests/ops/test_a.py` | skipped | 1 |" in page
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to test on")

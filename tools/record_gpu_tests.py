@@ -1,11 +1,13 @@
 """Run the tests on a GPU and keep the result, with the GPU, the versions and the commit.
 
-Writes a Markdown page; exits as pytest does.
+Shows what pytest says as it says it, and writes a Markdown page, also of a run that is stopped;
+exits as pytest does.
 """
 
 import argparse
 import platform
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -27,14 +29,16 @@ def render(commit: str, command: list[str], output: str) -> str:
     Args:
         commit: Of the code that was tested.
         command: Of pytest, without the interpreter.
-        output: Of pytest with ``-rA``.
+        output: Of pytest with ``-v``, in one process or, by pytest-xdist, in several.
     """
-    counts = Counter()
-    lines = re.findall(
-        r"^(PASSED|FAILED|ERROR|SKIPPED) (?:\[(\d+)\] )?(tests/\S+?\.py)", output, re.MULTILINE
+    outcome = "(PASSED|FAILED|ERROR|SKIPPED)"
+    alone = re.findall(rf"^(tests/\S+?\.py)::.* {outcome} .*\[ *\d+%\]", output, re.MULTILINE)
+    several = re.findall(
+        rf"^\[gw\d+\] \[ *\d+%\] {outcome} (tests/\S+?\.py)::", output, re.MULTILINE
     )
-    for outcome, count, path in lines:
-        counts[path, outcome.lower()] += int(count or 1)
+    counts = Counter((path, outcome.lower()) for path, outcome in alone)
+    counts.update((path, outcome.lower()) for outcome, path in several)
+    result = re.findall(r"^=+ (.* in [\d.]+s.*?) =+$", output, re.MULTILINE)
     versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
     page = [
         "# Tests on a GPU",
@@ -44,7 +48,7 @@ def render(commit: str, command: list[str], output: str) -> str:
         f"- GPU: {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}",
         f"- versions: Python {platform.python_version()}, {versions}",
         f"- command: `{' '.join(command)}`",
-        f"- result: {output.strip().splitlines()[-1].strip('= ')}",
+        f"- result: {result[-1] if result else 'stopped before its end'}",
         "",
         "| tests | outcome | count |",
         "| --- | --- | --- |",
@@ -66,20 +70,24 @@ def main(argv: list[str] | None = None) -> int:
     commit = args.commit or subprocess.check_output(
         ["git", "rev-parse", "--short", "HEAD"], text=True, cwd=ROOT
     )
-    command = ["-m", "pytest", "-q", "-rA", "--no-showlocals", "--show-capture=no", *args.tests]
-    run = subprocess.run(
+    command = ["-m", "pytest", "-v", "--no-showlocals", "--show-capture=no", *args.tests]
+    run = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    failed = run.stdout.partition("= FAILURES =")[2] if run.returncode else ""
-    print(failed or run.stdout.strip().splitlines()[-1])
+    # a time limit that stops this process stops pytest, which still says what it had done
+    signal.signal(signal.SIGTERM, lambda *_: run.send_signal(signal.SIGINT))
+    output = ""
+    for line in run.stdout:
+        print(line, end="", flush=True)
+        output += line
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(render(commit.strip(), ["python", *command], run.stdout))
+    args.out.write_text(render(commit.strip(), ["python", *command], output))
     print(f"written to {args.out}")
-    return run.returncode
+    return run.wait()
 
 
 if __name__ == "__main__":
