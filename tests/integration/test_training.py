@@ -161,10 +161,11 @@ def test_deepspeed_in_one_process_accumulates_and_resumes(train, alone, initial,
     assert_same_training(checkpoint, weights(alone), initial)
 
 
-# not ZeRO-3: two processes of it without a GPU have once, on a busy machine, ended with gradients
-# of zero; docs/xtuner.md
-def test_deepspeed_takes_the_same_steps_and_converts(train, convert, alone, initial):
-    work_dir, log = train("--deepspeed", "deepspeed_zero2", **BY_TWO, **two_processes(), **ON_CPU)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_takes_the_same_steps_and_converts(train, convert, alone, initial, stage):
+    work_dir, log = train(
+        "--deepspeed", f"deepspeed_zero{stage}", **BY_TWO, **two_processes(), **ON_CPU
+    )
     assert "shm_comm" not in log, "a compiler was asked for"
     checkpoint = work_dir / f"iter_{NUM_STEPS}.pth"
     assert checkpoint.is_dir()
