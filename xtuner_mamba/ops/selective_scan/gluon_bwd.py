@@ -122,18 +122,6 @@ def _scan_bwd_kernel(
         start = gl.load(cu_seqlens + i_seq).to(gl.int64)
         seqlen = gl.load(cu_seqlens + i_seq + 1) - start.to(gl.int32)
         num_tiles = gl.cdiv(seqlen, TOKENS)
-        # from the last tile to the first
-        last = start + (num_tiles - 1) * TOKENS
-        p_x = x + last * stride_x + o_block
-        p_dt = dt + last * stride_dt + o_block
-        p_dy = dy + last * stride_dy + o_block
-        p_BC = BC + last * 32
-        p_z = z
-        if z is not None:
-            p_z = z + last * stride_z + o_block
-        # where the state before the first of the tile's groups lies
-        p_h = group_states + o_block
-        p_h += (start // GROUP + (num_tiles - 1) * GROUPS - 1) * 16 * width
         # the document before: other warps may still read its last tiles, and copies of no rows at
         # its end still write zeros
         async_copy.wait_group(0)
@@ -141,21 +129,14 @@ def _scan_bwd_kernel(
         for i_done in range(2):
             _stage(
                 ring_x, ring_dt, ring_z, ring_dy, ring_B, ring_C, ring_h, i_done,
-                p_x, p_dt, p_z, p_dy, p_BC, p_h, stride_x, stride_dt, stride_z, stride_dy, width,
-                seqlen, num_tiles - 1 - i_done, GROUP, TOKENS, BLOCK_D, WARPS,
+                x, dt, z, dy, BC, group_states, stride_x, stride_dt, stride_z, stride_dy, width,
+                o_block, start, seqlen, num_tiles - 1 - i_done, GROUP, TOKENS, BLOCK_D, WARPS,
             )  # fmt: skip
-            p_x -= TOKENS * stride_x
-            p_dt -= TOKENS * stride_dt
-            p_dy -= TOKENS * stride_dy
-            p_BC -= TOKENS * 32
-            p_h -= GROUPS * 16 * width
-            if z is not None:
-                p_z -= TOKENS * stride_z
 
         b_c = gl.zeros([16, WARPS, 4, 8], gl.float32, layout=TILE)
         if dfinal_states is not None:
             b_c = gl.load(dfinal_states + i_seq * 16 * dim + o_h)
-        p_dBC = dBC + (i_block * total + last) * 32
+        p_dBC = dBC + (i_block * total + start) * 32
         for i_done in range(0, num_tiles):
             i_tile = num_tiles - 1 - i_done
             num_tokens = gl.minimum(seqlen - i_tile * TOKENS, TOKENS)
@@ -204,21 +185,13 @@ def _scan_bwd_kernel(
                 b_dA = gl.zeros([16, WARPS, 4, 8], gl.float32, layout=TILE)
                 num_in_dA = 0
             barrier()
-            store_sums(sums_B, p_dBC, num_tokens, TOKENS, WARPS)
-            store_sums(sums_C, p_dBC + 16, num_tokens, TOKENS, WARPS)
-            p_dBC -= TOKENS * 32
+            store_sums(sums_B, p_dBC + i_tile * TOKENS * 32, num_tokens, TOKENS, WARPS)
+            store_sums(sums_C, p_dBC + i_tile * TOKENS * 32 + 16, num_tokens, TOKENS, WARPS)
             _stage(
                 ring_x, ring_dt, ring_z, ring_dy, ring_B, ring_C, ring_h, i_done % 2,
-                p_x, p_dt, p_z, p_dy, p_BC, p_h, stride_x, stride_dt, stride_z, stride_dy, width,
-                seqlen, i_tile - 2, GROUP, TOKENS, BLOCK_D, WARPS,
+                x, dt, z, dy, BC, group_states, stride_x, stride_dt, stride_z, stride_dy, width,
+                o_block, start, seqlen, i_tile - 2, GROUP, TOKENS, BLOCK_D, WARPS,
             )  # fmt: skip
-            p_x -= TOKENS * stride_x
-            p_dt -= TOKENS * stride_dt
-            p_dy -= TOKENS * stride_dy
-            p_BC -= TOKENS * 32
-            p_h -= GROUPS * 16 * width
-            if z is not None:
-                p_z -= TOKENS * stride_z
         if dinitial_states is not None:
             gl.store(dinitial_states + i_seq * 16 * dim + o_h, b_c)
     p_dA = dA + i_group.to(gl.int64) * 16 * width + o_n * width + gl.expand_dims(o_d, 0)
@@ -232,24 +205,29 @@ def _scan_bwd_kernel(
 @gluon.jit
 def _stage(
     ring_x, ring_dt, ring_z, ring_dy, ring_B, ring_C, ring_h, i_slot,
-    p_x, p_dt, p_z, p_dy, p_BC, p_h, stride_x: gl.constexpr, stride_dt: gl.constexpr,
-    stride_z: gl.constexpr, stride_dy: gl.constexpr, width: gl.constexpr, seqlen, i_tile,
+    x, dt, z, dy, BC, group_states, stride_x: gl.constexpr, stride_dt: gl.constexpr,
+    stride_z: gl.constexpr, stride_dy: gl.constexpr, width: gl.constexpr,
+    o_block, start, seqlen, i_tile,
     GROUP: gl.constexpr, TOKENS: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of a tile of tokens, and of the states before its groups."""
+    row = start + i_tile * TOKENS
     num_rows = gl.where(i_tile >= 0, seqlen - i_tile * TOKENS, 0)
-    stage_rows(ring_x, i_slot, p_x, stride_x, num_rows, TOKENS, BLOCK_D, WARPS)
-    stage_rows(ring_dt, i_slot, p_dt, stride_dt, num_rows, TOKENS, BLOCK_D, WARPS)
-    if p_z is not None:
-        stage_rows(ring_z, i_slot, p_z, stride_z, num_rows, TOKENS, BLOCK_D, WARPS)
-    stage_rows(ring_dy, i_slot, p_dy, stride_dy, num_rows, TOKENS, BLOCK_D, WARPS)
-    stage_weights(ring_B, i_slot, p_BC, num_rows, TOKENS, 4, WARPS)
-    stage_weights(ring_C, i_slot, p_BC + 16, num_rows, TOKENS, 4, WARPS)
-    # nothing was written down for the state before a document
-    first = gl.where(i_tile == 0, 1, 0)
+    o_x, o_dt, o_dy = row * stride_x + o_block, row * stride_dt + o_block, row * stride_dy + o_block
+    stage_rows(ring_x, i_slot, x + o_x, stride_x, num_rows, TOKENS, BLOCK_D, WARPS)
+    stage_rows(ring_dt, i_slot, dt + o_dt, stride_dt, num_rows, TOKENS, BLOCK_D, WARPS)
+    stage_rows(ring_dy, i_slot, dy + o_dy, stride_dy, num_rows, TOKENS, BLOCK_D, WARPS)
+    if z is not None:
+        o_z = row * stride_z + o_block
+        stage_rows(ring_z, i_slot, z + o_z, stride_z, num_rows, TOKENS, BLOCK_D, WARPS)
+    stage_weights(ring_B, i_slot, BC + row * 32, num_rows, TOKENS, 4, WARPS)
+    stage_weights(ring_C, i_slot, BC + row * 32 + 16, num_rows, TOKENS, 4, WARPS)
+    # the first full group's state is in slot 0: none was written for the state before a document
+    i_state = start // GROUP + i_tile * (TOKENS // GROUP) - 1
     stage_states(
-        ring_h, i_slot, p_h, width, first, gl.cdiv(num_rows, GROUP), TOKENS // GROUP, BLOCK_D, WARPS
-    )
+        ring_h, i_slot, group_states + i_state * 16 * width + o_block, width,
+        gl.where(i_tile == 0, 1, 0), gl.cdiv(num_rows, GROUP), TOKENS // GROUP, BLOCK_D, WARPS,
+    )  # fmt: skip
     async_copy.commit_group()
 
 
