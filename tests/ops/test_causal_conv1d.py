@@ -273,6 +273,7 @@ def test_gradients_of_the_definition():
         (dict(x=torch.zeros(7, 5)), "x must have shape (batch, seqlen, dim), none of them 0, got"),
         (dict(x=torch.zeros(1, 0, 5)), "none of them 0, got (1, 0, 5)"),
         (dict(x=torch.zeros(1, 7, 5).int()), "floating-point dtype, got torch.int32"),
+        (dict(weight=torch.zeros(5, 4).int()), "weight must have a floating-point dtype, got"),
         (dict(x=torch.zeros(2, 7, 5)), "batch 1 with cu_seqlens, got (2, 7, 5); lay the rows end"),
         (dict(weight=torch.zeros(5, 1, 4)), "shape (dim=5, width >= 1), got (5, 1, 4); take conv"),
         (dict(weight=torch.zeros(4, 4)), "weight must have shape (dim=5, width >= 1), got (4, 4)"),

@@ -341,6 +341,14 @@ SEVEN = dict(lengths=[3, 4], dim=5, dstate=3)
         (dict(x=torch.zeros(7, 5)), "x must have shape (batch, seqlen, dim), none of them 0, got"),
         (dict(x=torch.zeros(1, 0, 5)), "none of them 0, got (1, 0, 5)"),
         (dict(x=torch.zeros(1, 7, 5).int()), "floating-point dtype, got torch.int32"),
+        (
+            dict(dt=torch.zeros(1, 7, 5).long()),
+            "dt must have a floating-point dtype, got",
+        ),
+        (
+            dict(B=torch.zeros(1, 7, 3, device="meta")),
+            "B must be on the device of x, cpu, got",
+        ),
         (dict(A=torch.zeros(4, 3)), "A must have shape (dim=5, dstate), got (4, 3)"),
         (dict(A=torch.zeros(5)), "A must have shape (dim=5, dstate), got (5,)"),
         (dict(A=torch.zeros(5, 3).double()), "A must be torch.float32 for x of torch.float32, got"),

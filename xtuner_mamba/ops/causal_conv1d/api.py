@@ -19,7 +19,8 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from xtuner_mamba.layout import check_cu_seqlens
+from xtuner_mamba.layout import PackedLayout, check_cu_seqlens
+from xtuner_mamba.ops.checks import check_tensors
 
 Impl = Literal["triton", "cpu", "reference"]
 
@@ -115,8 +116,7 @@ def _check_inputs(
         raise ValueError(
             f"x must have shape (batch, seqlen, dim), none of them 0, got {tuple(x.shape)}"
         )
-    if not x.is_floating_point():
-        raise ValueError(f"x must have a floating-point dtype, got {x.dtype}")
+    check_tensors(x, cu_seqlens, weight=weight, bias=bias, initial_states=initial_states)
     batch, seqlen, dim = x.shape
     if weight.ndim != 2 or weight.shape[0] != dim or weight.shape[1] < 1:
         raise ValueError(
@@ -127,7 +127,7 @@ def _check_inputs(
         raise ValueError(f"bias must have shape {(dim,)}, got {tuple(bias.shape)}")
     if cu_seqlens is None:
         num_seqs = batch
-        cu_seqlens = torch.arange(0, batch * seqlen + 1, seqlen, dtype=torch.int32, device=x.device)
+        cu_seqlens = PackedLayout.from_lengths([seqlen] * batch).to(x.device).cu_seqlens
     else:
         if batch != 1:
             raise ValueError(

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from xtuner_mamba.layout import PackedLayout, check_cu_seqlens
+from xtuner_mamba.ops.checks import check_tensors
 
 _logger = logging.getLogger(__name__)
 # conditions of the Gluon kernels that failed: each is told of once
@@ -90,7 +91,7 @@ def selective_scan(
         tensor but ``cu_seqlens``.
 
     Raises:
-        ValueError: A shape, a dtype or a boundary disagrees with the above, or ``impl`` is
+        ValueError: A shape, dtype, device or boundary disagrees with the above, or ``impl`` is
             unknown.
     """
     cu_seqlens = _check_inputs(x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states)
@@ -173,8 +174,8 @@ def _check_inputs(
     for name, (tensor, shape) in expected.items():
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-    if not x.is_floating_point():
-        raise ValueError(f"x must have a floating-point dtype, got {x.dtype}")
+    others = {name: tensor for name, (tensor, _) in expected.items()}
+    check_tensors(x, cu_seqlens, A=A, initial_states=initial_states, **others)
     state_dtype = torch.promote_types(x.dtype, torch.float32)
     if A.dtype != state_dtype:
         raise ValueError(
