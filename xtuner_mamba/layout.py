@@ -208,7 +208,7 @@ def _mark_checked(cu_seqlens: Tensor, offsets: Sequence[int]) -> Tensor:
     cu_seqlens._checked = (_version(cu_seqlens), offsets[-1])
     cu_seqlens._offsets = tuple(offsets)
     # what ops have derived from offsets that may have been others
-    cu_seqlens.__dict__.pop("_chunks", None)
+    cu_seqlens.__dict__.pop("_schedules", None)
     return cu_seqlens
 
 

@@ -203,7 +203,7 @@ def test_long_documents_run_in_chunks(cut, absent):
     draws = [make_scan([5, 6, 1, 11], dim=40, seed=seed) for seed in range(3)]
     for inputs in draws:
         inputs.pop(absent, None)
-        layout = chunks.cut_long_documents(inputs["cu_seqlens"], dim=40)
+        layout = chunks.schedule_documents(inputs["cu_seqlens"], dim=40).chunks
         assert layout.cu_seqlens.tolist() == [0, 5, 8, 11, 12, 15, 18, 21, 23]
         assert layout.cu_chunks.tolist() == [0, 1, 3, 4, 8]
         assert layout.seqs.tolist() == [0, 1, 1, 2, 3, 3, 3, 3]
@@ -239,8 +239,12 @@ def test_chunks_cover_documents(lengths, longest, size):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(chunks, "_limits", lambda fair: (longest, size))
         cu_seqlens = PackedLayout.from_lengths(lengths).cu_seqlens
-        layout = chunks.cut_long_documents(cu_seqlens, dim=8)
+        cuts, order, layout = chunks.schedule_documents(cu_seqlens, dim=8)
+    in_order = cuts.diff()[order].tolist()
+    assert in_order == sorted(cuts.diff().tolist(), reverse=True)
+    assert sorted(order.tolist()) == list(range(len(order)))
     if layout is None:
+        assert cuts is cu_seqlens
         assert max(lengths) <= max(longest, size)
         return
     parts = layout.cu_seqlens.diff()
@@ -255,14 +259,15 @@ def test_chunks_cover_documents(lengths, longest, size):
 
 def test_only_documents_that_keep_others_waiting_are_cut():
     packed = PackedLayout.from_lengths([2048] * 32).cu_seqlens
-    assert chunks.cut_long_documents(packed, dim=4096) is None
+    assert chunks.schedule_documents(packed, dim=4096).chunks is None
     alone = PackedLayout.from_lengths([65_536]).cu_seqlens
-    assert len(chunks.cut_long_documents(alone, dim=4096).seqs) == 64
+    assert len(chunks.schedule_documents(alone, dim=4096).chunks.seqs) == 64
     # found once, and again after a change
-    assert chunks.cut_long_documents(alone, 4096) is chunks.cut_long_documents(alone, 4096)
+    once, again = (chunks.schedule_documents(alone, dim=4096).order for _ in range(2))
+    assert once is again
     alone[1] = 100
     check_cu_seqlens(alone, 100)
-    assert chunks.cut_long_documents(alone, dim=4096) is None
+    assert chunks.schedule_documents(alone, dim=4096).chunks is None
 
 
 def test_packed_equals_each_document_alone(op):

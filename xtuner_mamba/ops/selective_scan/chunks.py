@@ -28,8 +28,19 @@ _PARALLEL = 1584
 _MIN_CHUNK, _MAX_CHUNK = 128, 1024
 
 
+class Schedule(NamedTuple):
+    """What runs in parallel, and in which order it starts."""
+
+    cu_seqlens: Tensor
+    """Boundaries of documents, or of chunks, int32, ``(num_parts + 1,)``."""
+    order: Tensor
+    """Parts, the longest first, so that none starts when all others are done, ``(num_parts,)``."""
+    chunks: "Chunks | None"
+    """Which parts make up a document; ``None`` if each is one."""
+
+
 class Chunks(NamedTuple):
-    """Documents, the long ones in chunks."""
+    """Documents in chunks, the short ones in one."""
 
     cu_seqlens: Tensor
     """Boundaries of the chunks, int32, ``(num_chunks + 1,)``."""
@@ -44,38 +55,42 @@ class Chunks(NamedTuple):
         return self.cu_chunks[1:] - 1
 
 
-def cut_long_documents(cu_seqlens: Tensor, dim: int) -> Chunks | None:
-    """Cut documents that would still run when a GPU is through with all others.
+def schedule_documents(cu_seqlens: Tensor, dim: int) -> Schedule:
+    """Cut documents that would still run when a GPU is through with all others, and sort.
+
+    Done on the host, once for a tensor.
 
     Args:
         cu_seqlens: Boundaries that ``check_cu_seqlens`` has read, int32, ``(num_seqs + 1,)``.
         dim: Channels of a row.
-
-    Returns:
-        ``None`` if there is no such document. Found on the host, once for a tensor.
     """
-    known = cu_seqlens.__dict__.setdefault("_chunks", {})
+    known = cu_seqlens.__dict__.setdefault("_schedules", {})
     if dim not in known:
-        known[dim] = _cut(offsets_on_host(cu_seqlens), dim, cu_seqlens.device)
-    return known[dim]
+        known[dim] = _schedule(cu_seqlens, dim)
+    order, chunks = known[dim]
+    return Schedule(cu_seqlens if chunks is None else chunks.cu_seqlens, order, chunks)
 
 
-def _cut(offsets: tuple[int, ...], dim: int, device: torch.device) -> Chunks | None:
+def _schedule(cu_seqlens: Tensor, dim: int) -> tuple[Tensor, Chunks | None]:
+    def on_device(numbers: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype).to(cu_seqlens.device, non_blocking=True)
+
+    offsets = offsets_on_host(cu_seqlens)
     # tokens that each goes through if all are busy to the end
     fair = offsets[-1] * triton.cdiv(dim, 64) / _PARALLEL
     longest, size = _limits(fair)
-    cuts, cu_chunks = [0], [0]
-    for start, end in pairwise(offsets):
+    cuts, cu_chunks, seqs = [0], [0], []
+    for i_seq, (start, end) in enumerate(pairwise(offsets)):
         if end - start > longest:
             cuts += range(start + size, end, size)
         cuts.append(end)
+        seqs += [i_seq] * (len(cuts) - 1 - cu_chunks[-1])
         cu_chunks.append(len(cuts) - 1)
+    lengths = torch.tensor(cuts).diff()
+    order = on_device(lengths.argsort(descending=True, stable=True).tolist(), torch.int64)
     if len(cuts) == len(offsets):
-        return None
-    seqs = torch.tensor(cu_chunks).diff().tolist()
-    seqs = [i_seq for i_seq, count in enumerate(seqs) for _ in range(count)]
-    tensors = (torch.tensor(t, dtype=torch.int32) for t in (cuts, cu_chunks, seqs))
-    return Chunks(*(t.to(device, non_blocking=True) for t in tensors))
+        return order, None
+    return order, Chunks(on_device(cuts), on_device(cu_chunks), on_device(seqs))
 
 
 def _limits(fair: float) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from xtuner_mamba.ops.selective_scan.chunks import (
     adjoints_after_chunks,
-    cut_long_documents,
+    schedule_documents,
     states_before_chunks,
 )
 from xtuner_mamba.ops.selective_scan.recomputation import is_backward_next
@@ -56,14 +56,11 @@ class SelectiveScanFunction(torch.autograd.Function):
         A = A.t().contiguous()
         if initial_states is not None:
             initial_states = initial_states.mT.contiguous()
-        chunks = cut_long_documents(cu_seqlens, x.shape[1])
+        cu_seqlens, order, chunks = schedule_documents(cu_seqlens, x.shape[1])
         if chunks is not None:
             initial_states = states_before_chunks(
                 x, dt, A, BC, dt_bias, initial_states, chunks, dt_softplus
             )
-            cu_seqlens = chunks.cu_seqlens
-        # long documents first, so that none starts when all others are done
-        order = cu_seqlens.diff().argsort(descending=True, stable=True)
 
         args = x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order
         y, final_states, kept = kernels.forward(
