@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from mmengine.dataset import DefaultSampler
+from mmengine.dataset import sampler as default_sampler
 from mmengine.runner import Runner, loops
-from xtuner.parallel.sequence import sampler as xtuner_sampler
+from xtuner.parallel.sequence import setup_distributed
 
 from xtuner_mamba.dataset import PackedDataset, RedrawSampler, packed_collate_fn, samplers
 from xtuner_mamba.dataset.packed_dataset import pack_documents
@@ -72,7 +74,7 @@ def test_a_resumed_run_goes_on_with_the_same_packs(packs, iterate, workers):
 
 def pack_again(packs):
     """Another process would pack the dataset from scratch."""
-    return pack_documents(packs._documents, 128, seed=packs.seed)
+    return pack_documents(packs.documents, 128, seed=packs.seed)
 
 
 def test_xtuners_samplers_see_the_first_draw_every_epoch(packs, iterate):
@@ -82,19 +84,39 @@ def test_xtuners_samplers_see_the_first_draw_every_epoch(packs, iterate):
         assert sorted(tokens_of(next(batches)) for _ in range(len(packs))) == expected
 
 
-def test_ranks_share_the_packs_of_an_epoch(packs, monkeypatch):
-    monkeypatch.setattr(xtuner_sampler, "get_data_parallel_world_size", lambda: 2)
+# plain data parallelism, and rows that two ranks share
+@pytest.mark.parametrize("ranks_per_row", [1, 2])
+@pytest.mark.parametrize("round_up", [True, False])
+def test_ranks_share_the_packs_of_an_epoch(make_documents, monkeypatch, ranks_per_row, round_up):
+    packs = pack_documents(make_documents([60] * 7), 64, seed=1)
+    monkeypatch.setattr(samplers, "get_sequence_parallel_world_size", lambda: ranks_per_row)
     shares = []
-    for rank in range(2):
-        monkeypatch.setattr(xtuner_sampler, "get_data_parallel_rank", lambda rank=rank: rank)
-        sampler = RedrawSampler(packs, seed=0)
+    for rank in range(2 * ranks_per_row):
+        world = (rank, 2 * ranks_per_row)
+        monkeypatch.setattr(default_sampler, "get_dist_info", lambda world=world: world)
+        sampler = RedrawSampler(packs, seed=0, round_up=round_up)
         sampler.set_epoch(3)
         shares.append(list(sampler))
         assert len(sampler) == len(shares[-1])
-    assert len(shares[0]) == len(shares[1])
-    assert sorted({*shares[0], *shares[1]}) == [(3, i) for i in range(len(packs))]
+    rows = shares[::ranks_per_row]
+    assert shares == [row for row in rows for _ in range(ranks_per_row)]
+    # an odd number of packs
+    assert len(rows[0]) - len(rows[1]) == (0 if round_up else 1)
+    assert sorted({*rows[0], *rows[1]}) == [(3, i) for i in range(len(packs))]
     # the sampler that was told of no epoch is still in the first
     assert {epoch for epoch, _ in RedrawSampler(packs, seed=0)} == {0}
+
+
+def test_a_process_group_without_deepspeed_is_enough(packs, monkeypatch, tmp_path):
+    # what XTuner may have kept of an earlier test
+    for name in ("_DATA_PARALLEL_WORLD_SIZE", "_DATA_PARALLEL_RANK"):
+        monkeypatch.setattr(setup_distributed, name, None)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        sampler = RedrawSampler(packs, seed=0)
+    finally:
+        dist.destroy_process_group()
+    assert sorted(sampler) == [(0, i) for i in range(len(packs))]
 
 
 def test_workers_that_fetch_ahead_stay_in_their_epoch(packs):

@@ -35,8 +35,15 @@ def train(xtuner, write_config, tiny, tmp_path_factory):
         weight_decay=0.1,
         save_total_limit=-1,
     )
+    # packs drawn anew, from a sampler that is to know its ranks with DeepSpeed and without
+    text = config.read_text()
+    assert text.count("DefaultSampler") == 2
+    text = text.replace(
+        "from mmengine.dataset import Default", "from xtuner_mamba.dataset import Redraw"
+    )
+    text = text.replace("DefaultSampler", "RedrawSampler")
     # a constant rate, since schedules count micro-batches and not optimizer steps
-    config.write_text(config.read_text() + "\nparam_scheduler = None\n")
+    config.write_text(text + "\nparam_scheduler = None\n")
 
     def run(*arguments, accumulative_counts, max_iters, model=(), **environment):
         work_dir = tmp_path_factory.mktemp("work_dir")

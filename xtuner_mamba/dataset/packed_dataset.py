@@ -27,7 +27,7 @@ class PackedDataset(Dataset):
     every draw: :attr:`left_out` tells.
 
     Args:
-        documents: Where the tokens are.
+        documents: Where the tokens are, packed or not.
         pieces: What of the documents to pack.
         planner: ``plan_best_fit`` or ``plan_wrap``.
         max_length: Tokens of a pack.
@@ -51,7 +51,7 @@ class PackedDataset(Dataset):
         max_length: int,
         seed: int | None,
     ) -> None:
-        self._documents, self._pieces = documents, pieces
+        self.documents, self.pieces = documents, pieces
         self._planner, self._max_length, self.seed = planner, max_length, seed
         self._plan, self.left_out = self._draw_once(0, 0)
         self._epoch, self._num_packs = 0, len(self._plan)
@@ -71,7 +71,7 @@ class PackedDataset(Dataset):
         if not -len(self) <= pack < len(self):
             raise IndexError(f"pack must be in [0, {len(self)}), got {pack}")
         pieces = self.draw(epoch)[pack % len(self)]
-        input_ids, labels = self._documents.read(pieces)
+        input_ids, labels = self.documents.read(pieces)
         cumulative_len = np.concatenate([[0], pieces.lengths.cumsum()])
         starts = cumulative_len[:-1]
         # a document's first token is no target of the document before it
@@ -103,9 +103,9 @@ class PackedDataset(Dataset):
     def _draw_once(self, epoch: int, attempt: int) -> tuple[PackPlan, np.ndarray]:
         """Return a plan, and the lengths of the packs left out because they have no target."""
         rng = None if self.seed is None else np.random.default_rng((self.seed, epoch, attempt))
-        plan = self._planner(self._pieces.lengths, self._max_length, rng)
-        plan = PackPlan(plan.pieces.of(self._pieces), plan.offsets)
-        kept = self._documents.packs_with_target(plan)
+        plan = self._planner(self.pieces.lengths, self._max_length, rng)
+        plan = PackPlan(plan.pieces.of(self.pieces), plan.offsets)
+        kept = self.documents.packs_with_target(plan)
         return plan.keep(kept), plan.lengths[~kept]
 
 

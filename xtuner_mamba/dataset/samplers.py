@@ -1,16 +1,18 @@
 """Samplers of packs."""
 
+import math
 from collections.abc import Iterator
 
+from mmengine.dataset import DefaultSampler
 from mmengine.logging import print_log
 from mmengine.registry import DATA_SAMPLERS
-from xtuner.parallel.sequence import SequenceParallelSampler
+from xtuner.parallel.sequence import get_sequence_parallel_world_size
 
 from xtuner_mamba.dataset.packed_dataset import PackedDataset
 
 
 @DATA_SAMPLERS.register_module()
-class RedrawSampler(SequenceParallelSampler):
+class RedrawSampler(DefaultSampler):
     """Draw the packs anew every epoch, in place of MMEngine's ``DefaultSampler``.
 
     MMEngine tells the epoch to the sampler and never to the dataset, which worker processes
@@ -44,6 +46,14 @@ class RedrawSampler(SequenceParallelSampler):
                 f"got {got}; use mmengine.dataset.DefaultSampler for packs that stay the same"
             )
         super().__init__(dataset, shuffle=shuffle, seed=seed, round_up=round_up)
+        # ranks that share a row share its packs. XTuner's own sampler asks for the data-parallel
+        # group, which its DeepSpeed strategy alone makes
+        ranks_per_row = get_sequence_parallel_world_size()
+        self.rank //= ranks_per_row
+        self.world_size //= ranks_per_row
+        first = 0 if round_up else self.rank
+        self.num_samples = math.ceil((len(dataset) - first) / self.world_size)
+        self.total_size = self.num_samples * self.world_size if round_up else len(dataset)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         # read now: workers fetch ahead, and the epoch changes under them

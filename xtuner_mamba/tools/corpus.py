@@ -104,7 +104,7 @@ def _lengths_of_rows(rows: Dataset, tokenizer: str | None) -> np.ndarray:
 
 def _lengths_of_documents(arguments: dict) -> np.ndarray:
     with _quiet():
-        documents = process_packed_dataset(**arguments | _WHOLE)._documents
+        documents = process_packed_dataset(**arguments | _WHOLE).documents
     return documents.lengths[documents.has_label]
 
 
