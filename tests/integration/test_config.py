@@ -109,6 +109,27 @@ def test_what_cannot_train_is_refused(template, args, option, message):
         check_packed_training(template, args)
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"too_long": "cut"}, r"too_long must be .* or 'error', got 'cut'"),
+        ({"max_length": 1}, r"max_length must be an integer of at least 2, got 1; "),
+        ({"to_long": "drop"}, r".* an unexpected keyword argument 'to_long'; they are "),
+        ({"dataset.path": "./nowhere"}, r"path must be on this machine, got './nowhere'; "),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_documents_in_buckets_are_checked_like_packs(write_config, tiny, args, option, message):
+    model = str(tiny / "model")
+    path = write_config("mamba_130m_full_alpaca_e3_bucket", pretrained_model_name_or_path=model)
+    bucket = Config.fromfile(path)
+    bucket.train_dataloader.dataset.too_long = "truncate"
+    assert check_packed_training(bucket, args)
+    bucket.merge_from_dict({f"train_dataloader.dataset.{key}": v for key, v in option.items()})
+    with pytest.raises(ConfigError, match=rf"^train_dataloader.dataset: {message}"):
+        check_packed_training(bucket, args)
+
+
 def test_epochs_counted_by_mmengine_are_refused(template, args):
     template.train_cfg = dict(by_epoch=True, max_epochs=1)
     with pytest.raises(ConfigError, match=r"iteration.*, got EpochBasedTrainLoop; use"):

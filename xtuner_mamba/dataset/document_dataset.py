@@ -1,5 +1,6 @@
 """Documents as a dataset, one a row: what buckets and padded batches are made of."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -8,7 +9,7 @@ from torch.utils.data import Dataset
 
 from xtuner_mamba.dataset.documents import TokenizedDocuments
 from xtuner_mamba.dataset.plan import PackPlan, Pieces
-from xtuner_mamba.dataset.process import process_packed_dataset
+from xtuner_mamba.dataset.process import check_arguments, process_packed_dataset
 
 _WHOLE_IN_ORDER = dict(
     packing="best_fit", shuffle_before_pack=False, pack_to_max_length=True, use_varlen_attn=True
@@ -26,18 +27,18 @@ class DocumentDataset(Dataset):
     """
 
     def __init__(self, documents: TokenizedDocuments, pieces: Pieces) -> None:
-        self.documents, self._pieces = documents, pieces
+        self.documents, self.pieces = documents, pieces
         self.length: list[int] = pieces.lengths.tolist()
         """Tokens of each row, where batch samplers and XTuner's samplers look for them."""
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self.pieces)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"row must be in [0, {len(self)}), got {index}")
         index %= len(self)
-        input_ids, labels = self.documents.read(self._pieces[index : index + 1])
+        input_ids, labels = self.documents.read(self.pieces[index : index + 1])
         return {"input_ids": input_ids.tolist(), "labels": labels.tolist()}
 
 
@@ -61,14 +62,8 @@ def process_document_dataset(
     Raises:
         ValueError: An argument cannot be met, or nothing is left to train on.
     """
-    if too_long not in ("split", "truncate", "drop", "error"):
-        raise ValueError(
-            f"too_long must be 'split', 'truncate', 'drop' or 'error', got {too_long!r}"
-        )
-    # a truncated document is the first piece of a split one
-    rule = "split" if too_long == "truncate" else too_long
-    packs = process_packed_dataset(*args, **kwargs | _WHOLE_IN_ORDER, too_long=rule)
-    documents, pieces = packs._documents, packs._pieces
+    packs = process_packed_dataset(*args, **_arguments_of_packs(kwargs, too_long))
+    documents, pieces = packs.documents, packs.pieces
     kept = documents.packs_with_target(PackPlan(pieces, np.arange(len(pieces) + 1)))
     num_masked = (~kept).sum()
     if too_long == "truncate":
@@ -81,3 +76,27 @@ def process_document_dataset(
         logger="current",
     )
     return rows
+
+
+def check_document_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of :func:`process_document_dataset`, before anything is built.
+
+    Args:
+        arguments: By name, as a config has them.
+
+    Raises:
+        ValueError: One is unknown, missing, or cannot be met.
+    """
+    others = dict(arguments)
+    too_long = others.pop("too_long", "split")
+    check_arguments(_arguments_of_packs(others, too_long))
+
+
+def _arguments_of_packs(others: dict[str, Any], too_long: str) -> dict[str, Any]:
+    if too_long not in ("split", "truncate", "drop", "error"):
+        raise ValueError(
+            f"too_long must be 'split', 'truncate', 'drop' or 'error', got {too_long!r}"
+        )
+    # a truncated document is the first piece of a split one
+    rule = "split" if too_long == "truncate" else too_long
+    return others | _WHOLE_IN_ORDER | dict(too_long=rule)

@@ -11,6 +11,7 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmengine.utils import get_object_from_string
 from torch import nn
 
+from xtuner_mamba.dataset.document_dataset import check_document_arguments
 from xtuner_mamba.dataset.process import check_arguments
 from xtuner_mamba.dataset.sources import check_source
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE, token_mixers
@@ -211,16 +212,20 @@ def _check_loop(cfg: Config) -> None:
 
 
 def _check_datasets(cfg: Config, covered: bool) -> None:
-    checked = {"process_packed_dataset"}
+    checks = {
+        "process_packed_dataset": check_arguments,
+        "process_document_dataset": check_document_arguments,
+    }
     if covered:
         # becomes ours before it is built
-        checked.add("process_hf_dataset")
+        checks["process_hf_dataset"] = check_arguments
     for part in _DATALOADERS:
         for path, node in walk(cfg.get(part), part):
-            if type_name(node) not in checked:
+            check = checks.get(type_name(node))
+            if check is None:
                 continue
             try:
-                check_arguments({name: node[name] for name in node if name != "type"})
+                check({name: node[name] for name in node if name != "type"})
                 check_source(node["dataset"])
             except ValueError as error:
                 raise ConfigError(f"{path}: {error}") from None
