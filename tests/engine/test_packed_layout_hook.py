@@ -17,7 +17,7 @@ from xtuner.dataset.collate_fns import default_collate_fn
 from xtuner.engine.runner import TrainLoop
 
 from xtuner_mamba.engine.hooks import PackedLayoutHook
-from xtuner_mamba.engine.hooks.packed_layout_hook import StepWindows, mean_targets
+from xtuner_mamba.engine.step_windows import StepWindows, mean_targets
 from xtuner_mamba.layout import PackedLayout, current_layout, current_mean_targets
 from xtuner_mamba.model import PackedSupervisedFinetune
 

@@ -130,6 +130,14 @@ def test_documents_in_buckets_are_checked_like_packs(write_config, tiny, args, o
         check_packed_training(bucket, args)
 
 
+def test_token_accumulation_is_refused_with_deepspeed(template, args):
+    template.optim_wrapper.type = "TokenAccumulationOptimWrapper"
+    assert check_packed_training(template, args)
+    args.deepspeed = "deepspeed_zero2"
+    with pytest.raises(ConfigError, match="with --deepspeed, got deepspeed_zero2, which .*; train"):
+        check_packed_training(template, args)
+
+
 def test_epochs_counted_by_mmengine_are_refused(template, args):
     template.train_cfg = dict(by_epoch=True, max_epochs=1)
     with pytest.raises(ConfigError, match=r"iteration.*, got EpochBasedTrainLoop; use"):

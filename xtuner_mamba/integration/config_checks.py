@@ -43,6 +43,7 @@ def check_packed_training(cfg: Config, args: argparse.Namespace) -> bool:
     _check_row_length(cfg)
     _check_hooks(cfg)
     _check_work_dir(cfg, args)
+    _check_accumulation(cfg, args)
     covered = _check_model(cfg.model.llm)
     if covered:
         _check_rows_are_whole(cfg)
@@ -132,6 +133,15 @@ def _check_work_dir(cfg: Config, args: argparse.Namespace) -> None:
             f"work_dir must not hold checkpoints of a run {'without' if args.deepspeed else 'with'}"
             f" DeepSpeed, got {wrong} in {work_dir}, each {saved} where this run saves {saves}; "
             "choose another --work-dir, or move them away"
+        )
+
+
+def _check_accumulation(cfg: Config, args: argparse.Namespace) -> None:
+    if args.deepspeed and type_name(cfg.optim_wrapper) == "TokenAccumulationOptimWrapper":
+        raise ConfigError(
+            f"optim_wrapper must not be TokenAccumulationOptimWrapper with --deepspeed, got "
+            f"{args.deepspeed}, which steps after as many micro-batches every time; train without "
+            "it, or use AmpOptimWrapper with accumulative_counts, and TrainLoop"
         )
 
 

@@ -1,17 +1,17 @@
 """Hand each batch's boundaries, and its optimizer step's target count, to the model."""
 
-from collections import deque
-from collections.abc import Iterator
-
-import torch
-from mmengine.dist import all_reduce, get_world_size
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
-from torch import Tensor
 from xtuner.utils.device import get_device
 
-from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout, publish_layout, withdraw_layout
+from xtuner_mamba.engine.step_windows import (
+    StepWindows,
+    TokenWindows,
+    data_of_batch,
+    layout_of_batch,
+)
+from xtuner_mamba.layout import publish_layout, withdraw_layout
 
 
 @HOOKS.register_module()
@@ -34,6 +34,9 @@ class PackedLayoutHook(Hook):
                 "train_cfg must use an iteration-based loop with PackedLayoutHook, got "
                 f"{type(loop).__name__}; use dict(type=xtuner.engine.runner.TrainLoop)"
             )
+        # TokenStepLoop has seen to it
+        if isinstance(loop.dataloader_iterator, TokenWindows):
+            return
         loop.dataloader_iterator = StepWindows(
             loop.dataloader_iterator, micro_steps, max_iters=loop.max_iters
         )
@@ -42,11 +45,7 @@ class PackedLayoutHook(Hook):
     def _before_iter(
         self, runner: Runner, batch_idx: int, data_batch: dict, mode: str = "train"
     ) -> None:
-        data = data_of_batch(data_batch)
-        layout = layout_of_batch(data)
-        del data["cumulative_len"]
-        data.pop("max_seqlen", None)
-        publish_layout(layout.to(get_device()), data.pop("mean_targets", None))
+        publish_batch(data_batch)
 
     def _after_iter(
         self, runner: Runner, batch_idx: int, data_batch: dict, outputs=None, mode: str = "train"
@@ -54,104 +53,13 @@ class PackedLayoutHook(Hook):
         withdraw_layout()
 
 
-class StepWindows:
-    """Iterate over batches, an optimizer step's worth fetched at a time.
-
-    Adds ``mean_targets`` to each batch's data: the step's target tokens over all micro-batches
-    and ranks, divided by the number of those, float32, ``()``, on the training device.
-
-    Args:
-        batches: An endless iterator of collated batches.
-        micro_steps: Micro-batches of an optimizer step.
-        max_iters: Micro-batches of the training; the last step may have fewer.
-    """
-
-    def __init__(self, batches: Iterator[dict], micro_steps: int, max_iters: int) -> None:
-        self._batches, self._micro_steps, self._left = batches, micro_steps, max_iters
-        self._window: deque[dict] = deque()
-
-    def __iter__(self) -> "StepWindows":
-        return self
-
-    def __next__(self) -> dict:
-        if not self._window:
-            count = min(self._micro_steps, max(self._left, 1))
-            self._window.extend(next(self._batches) for _ in range(count))
-            self._left -= count
-            mean = mean_targets([data_of_batch(batch) for batch in self._window])
-            for batch in self._window:
-                batch["data"]["mean_targets"] = mean
-        return self._window.popleft()
-
-
-def mean_targets(window: list[dict]) -> Tensor:
-    """Count the target tokens of an optimizer step, over all ranks, per micro-batch.
-
-    Args:
-        window: The data of this rank's micro-batches.
-
-    Returns:
-        Float32, ``()``, on the training device, without waiting for it.
-
-    Raises:
-        ValueError: No micro-batch has a target (seen by a rank that trains alone).
-    """
-    count = sum(
-        int((layout_of_batch(data).targets(data["labels"]) != IGNORE_INDEX).sum())
-        for data in window
-    )
-    # a rank among others may have none, and to stop there would leave them waiting
-    if count == 0 and get_world_size() == 1:
-        raise ValueError(
-            f"an optimizer step must have at least one target token, got {len(window)} "
-            "micro-batches whose labels are all -100; drop such documents before packing "
-            "(process_packed_dataset does)"
-        )
-    total = torch.tensor(float(count), device=get_device())
-    if get_world_size() > 1:
-        all_reduce(total)
-    return total.clamp(min=1) / (len(window) * get_world_size())
-
-
-def data_of_batch(batch: dict) -> dict:
-    """Return what the collate function made for the model.
-
-    Raises:
-        ValueError: The batch is not of one of XTuner's collate functions, or of ours.
-    """
-    if not isinstance(batch, dict) or "data" not in batch:
-        got = sorted(batch) if isinstance(batch, dict) else type(batch).__name__
-        raise ValueError(
-            f"the batch must hold data, got {got}; set collate_fn=dict(type=packed_collate_fn) in "
-            "the dataloader"
-        )
-    return batch["data"]
-
-
-def layout_of_batch(data: dict) -> PackedLayout:
-    """Read the boundaries that the collate function left in a batch.
-
-    Rows are laid end to end.
-
-    Raises:
-        ValueError: There are none, or they do not fill the rows.
-    """
-    if "cumulative_len" not in data:
-        raise ValueError(
-            f"the batch must hold cumulative_len, got {sorted(data)}; use packed_collate_fn on "
-            "a dataset from process_packed_dataset"
-        )
-    lengths: list[int] = []
-    for row in data["cumulative_len"]:
-        lengths += PackedLayout.from_cu_seqlens(row).lengths
-    layout = PackedLayout.from_lengths(lengths)
-    shape = tuple(data["input_ids"].shape)
-    if layout.total != shape[0] * shape[1]:
-        raise ValueError(
-            f"cumulative_len must cover the batch of {shape[0]} x {shape[1]} tokens, got "
-            f"{layout.total}; the pack was cut or padded after packing"
-        )
-    return layout
+def publish_batch(batch: dict) -> None:
+    """Take the boundaries out of a batch and put them where the mixers look for them."""
+    data = data_of_batch(batch)
+    layout = layout_of_batch(data)
+    del data["cumulative_len"]
+    data.pop("max_seqlen", None)
+    publish_layout(layout.to(get_device()), data.pop("mean_targets", None))
 
 
 def _micro_steps(runner: Runner) -> int:
