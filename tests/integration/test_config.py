@@ -134,7 +134,7 @@ def test_token_accumulation_is_refused_with_deepspeed(template, args):
     template.optim_wrapper.type = "TokenAccumulationOptimWrapper"
     assert check_packed_training(template, args)
     args.deepspeed = "deepspeed_zero2"
-    with pytest.raises(ConfigError, match="with --deepspeed, got deepspeed_zero2, which .*; train"):
+    with pytest.raises(ConfigError, match=r"--deepspeed, got deepspeed_zero2, which .*; train"):
         check_packed_training(template, args)
 
 
