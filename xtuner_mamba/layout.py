@@ -187,7 +187,7 @@ class PackedLayout:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, total: int) -> None:
-    """Check that offsets rise from 0 to ``total``, once per tensor.
+    """Check that offsets rise from 0 to ``total``, on a GPU once per tensor.
 
     A tensor that a :class:`PackedLayout` made was checked on the host. Any other tensor on a GPU
     is waited for at its first use, not at later ones.
@@ -195,7 +195,12 @@ def check_cu_seqlens(cu_seqlens: Tensor, total: int) -> None:
     Raises:
         ValueError: The dtype, the shape or the values are wrong.
     """
-    if getattr(cu_seqlens, "_checked", None) != (_version(cu_seqlens), total):
+    # on the CPU reading costs nothing, and misses no write that PyTorch does not count
+    if cu_seqlens.device.type == "cpu":
+        offsets = _check_offsets(cu_seqlens, total)
+        if getattr(cu_seqlens, "_offsets", None) != tuple(offsets):
+            _mark_checked(cu_seqlens, offsets)
+    elif getattr(cu_seqlens, "_checked", None) != (_version(cu_seqlens), total):
         _mark_checked(cu_seqlens, _check_offsets(cu_seqlens, total))
 
 

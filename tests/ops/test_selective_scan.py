@@ -138,6 +138,22 @@ def test_a_document_leaves_the_bits_of_the_others_alone(impl, i_seq, value):
         assert torch.equal(after[name][states], before[name][states]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_every_nan_stays_one_and_no_step_is_no_nan(impl, dtype):
+    inputs = make_scan_inputs([4], dtype=dtype)
+    # all bits set: a NaN that no arithmetic makes
+    bits = torch.int32 if dtype == torch.float32 else torch.int64
+    inputs["A"][0, 0] = torch.tensor(-1, dtype=bits).view(dtype)
+    y = selective_scan(**inputs, dt_softplus=True, impl=impl)
+    assert y[0, :, 0].isnan().all()
+    assert y[0, :, 1:].isfinite().all()
+    # softplus of minus infinity is a step of zero
+    inputs = make_scan_inputs([4], dtype=dtype)
+    inputs["dt"][0, 2] = -torch.inf
+    results = run(inputs, impl)
+    assert all(result.isfinite().all() for result in results.values())
+
+
 @pytest.mark.parametrize("cut", [1, 4, 10])
 def test_final_states_carry_on(impl, cut):
     """Two halves, the state handed over, are the whole: values, and gradients through the state."""
@@ -349,8 +365,9 @@ SEVEN = dict(lengths=[3, 4], dim=5, dstate=3)
             dict(B=torch.zeros(1, 7, 3, device="meta")),
             "B must be on the device of x, cpu, got",
         ),
-        (dict(A=torch.zeros(4, 3)), "A must have shape (dim=5, dstate), got (4, 3)"),
-        (dict(A=torch.zeros(5)), "A must have shape (dim=5, dstate), got (5,)"),
+        (dict(A=torch.zeros(4, 3)), "A must have shape (dim=5, dstate >= 1), got (4, 3)"),
+        (dict(A=torch.zeros(5)), "A must have shape (dim=5, dstate >= 1), got (5,)"),
+        (dict(A=torch.zeros(5, 0)), "A must have shape (dim=5, dstate >= 1), got (5, 0)"),
         (dict(A=torch.zeros(5, 3).double()), "A must be torch.float32 for x of torch.float32, got"),
         (dict(dt=torch.zeros(1, 7, 1)), "dt must have shape (1, 7, 5), got (1, 7, 1)"),
         (dict(B=torch.zeros(1, 7, 4)), "B must have shape (1, 7, 3), got (1, 7, 4)"),

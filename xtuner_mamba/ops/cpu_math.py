@@ -44,7 +44,9 @@ def _compile_exp2(t):
         rounded = t + round_to_int
         power = series(t - (rounded - round_to_int))
         exponent = bits(real(rounded).view(bits) << shift)
-        return bits(real(power).view(bits) + exponent).view(real)
+        value = bits(real(power).view(bits) + exponent).view(real)
+        # the low bits of a NaN would have made a number of it
+        return value if t == t else t
 
     return compiled
 
@@ -95,7 +97,7 @@ def softplus(v):
 @overload(softplus, jit_options=INLINED)
 def _compile_softplus(v):
     real = _real_of(v)
-    half, two, minus_log2_e = real(0.5), real(2), real(-math.log2(math.e))
+    zero, two, minus_log2_e = real(0), real(2), real(-math.log2(math.e))
     series = _polynomial([2 / (2 * k + 1) for k in range(7 if real is np.float32 else 16)])
 
     def compiled(v):
@@ -103,7 +105,7 @@ def _compile_softplus(v):
         e = exp2(size * minus_log2_e)
         # log(1 + e) as the series of 2 artanh(ratio)
         ratio = e / (two + e)
-        return half * (v + size) + ratio * series(ratio * ratio)
+        return (v if v > zero else zero) + ratio * series(ratio * ratio)
 
     return compiled
 

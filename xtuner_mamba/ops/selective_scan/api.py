@@ -159,8 +159,8 @@ def _check_inputs(
         raise ValueError(
             f"x must have shape (batch, seqlen, dim), none of them 0, got {tuple(x.shape)}"
         )
-    if A.ndim != 2 or A.shape[0] != x.shape[2]:
-        raise ValueError(f"A must have shape (dim={x.shape[2]}, dstate), got {tuple(A.shape)}")
+    if A.ndim != 2 or A.shape[0] != x.shape[2] or A.shape[1] < 1:
+        raise ValueError(f"A must have shape (dim={x.shape[2]}, dstate >= 1), got {tuple(A.shape)}")
     batch, seqlen, dim = x.shape
     dstate = A.shape[1]
     expected = {
