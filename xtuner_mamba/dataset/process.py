@@ -164,8 +164,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     try:
         call = signature.bind(**arguments)
     except TypeError as error:
+        # "got an unexpected keyword argument" or "missing a required argument"
+        said = str(error).removeprefix("got ")
         raise ValueError(
-            f"process_packed_dataset must be given the arguments that it has, got {error}; they "
+            f"process_packed_dataset must be given the arguments that it has, got {said}; they "
             f"are {', '.join(signature.parameters)}"
         ) from None
     call.apply_defaults()
