@@ -30,13 +30,17 @@ def exp2(t):
 @overload(exp2, jit_options=INLINED)
 def _compile_exp2(t):
     if t == float32:
-        real, bits, shift, lowest, highest, terms = np.float32, np.int32, 23, -126, 128, 8
+        real, bits, shift, lowest, highest = np.float32, np.int32, 23, -126, 128
+        # value and slope at 0 are exact, the rest is so fitted that 2**t is good to 3e-9
+        fitted = (0.2402264755, 0.05550362252, 0.009618526306, 0.001339016194, 0.0001532115577)
+        coefficients = [1, math.log(2), *fitted]
     else:
-        real, bits, shift, lowest, highest, terms = np.float64, np.int64, 52, -1022, 1024, 14
+        real, bits, shift, lowest, highest = np.float64, np.int64, 52, -1022, 1024
+        coefficients = [math.log(2) ** k / math.factorial(k) for k in range(14)]
     low, zero, high, shift = real(lowest), real(lowest - 1), real(highest), bits(shift)
     # adding it leaves the nearest integer in the lowest bits
     round_to_int = real(1.5 * 2.0 ** int(shift))
-    series = _polynomial([math.log(2) ** k / math.factorial(k) for k in range(terms)])
+    series = _polynomial(coefficients)
 
     def compiled(t):
         t = zero if t < low else t

@@ -13,7 +13,11 @@ from math import ceil
 
 import numpy as np
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core.cgutils import get_or_insert_function, voidptr_t
+from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
 from torch import Tensor
 
 from xtuner_mamba.ops.cpu_math import CALLED
@@ -80,6 +84,34 @@ def store_rows(rows, i_row, count, first, lanes, tile):
     memory, stride = rows
     for i in range(count):
         _store_row(memory, (i_row + i) * stride + first, lanes, tile, i)
+
+
+@njit(**CALLED)
+def prefetch_row(rows, i_row, first):
+    """Have a row on its way to the cache; one that does not exist does no harm.
+
+    Rows of a block lie too far apart for the processor to foresee the next.
+    """
+    memory, stride = rows
+    start = i_row * stride + first
+    # at least one of every cache line
+    for d in range(0, LANES, 16):
+        _prefetch(memory, np.uintp(start + d))
+
+
+@intrinsic
+def _prefetch(typing_context, memory, i):
+    def emit(context, builder, signature, arguments):
+        array = make_array(memory)(context, builder, arguments[0])
+        address = builder.bitcast(builder.gep(array.data, [arguments[1]]), voidptr_t)
+        int32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [voidptr_t, int32, int32, int32])
+        prefetch = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        # to be read, often, and data
+        builder.call(prefetch, [address, int32(0), int32(3), int32(1)])
+        return context.get_dummy_value()
+
+    return types.void(memory, i), emit
 
 
 @njit(**CALLED)

@@ -1,7 +1,7 @@
 """Selective scan over packed documents on the CPU: the forward kernel.
 
 A kernel walks all tokens of a block of channels, document by document, chunk by chunk. The rows of
-a chunk are loaded together, before the recurrence, which would hide a wait for each of them.
+a chunk are copied before its recurrence, when those of the next are put on their way.
 """
 
 import math
@@ -14,6 +14,7 @@ from xtuner_mamba.ops.cpu_support import (
     LANES,
     as_rows,
     load_rows,
+    prefetch_row,
     run_blocks,
     state_rows,
     store_rows,
@@ -53,6 +54,11 @@ def _scan_fwd_kernel(
             load_rows(vs, dt, begin, steps, first, lanes)
             to_step_sizes(dts, vs, bias, steps, dt_softplus)
             for i in range(steps):
+                # while the recurrence computes
+                prefetch_row(z, begin + i, first)
+                prefetch_row(y, begin + i, first)
+                prefetch_row(x, begin + steps + i, first)
+                prefetch_row(dt, begin + steps + i, first)
                 for d in range(LANES):
                     us[i, d] = dts[i, d] * xs[i, d]
                     ys[i, d] = skip[0, d] * xs[i, d]
