@@ -301,7 +301,8 @@ def test_a_backward_after_the_batch_still_knows_its_boundaries(monkeypatch):
     with layout.published():
         value = packed_loss(model, {"input_ids": tokens}, labels, layout, fuse=False)
     # and reads them from a tensor that was checked, without waiting for a GPU
-    monkeypatch.setattr(layouts, "_check_offsets", lambda *_: pytest.fail("checked again"))
+    if GPU:
+        monkeypatch.setattr(layouts, "_check_offsets", lambda *_: pytest.fail("checked again"))
     with PackedLayout.from_lengths([layout.total]).to(DEVICE).published():
         value.backward()
     for name, parameter in model.named_parameters():
