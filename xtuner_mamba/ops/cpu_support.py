@@ -88,13 +88,13 @@ def store_rows(rows, i_row, count, first, lanes, tile):
 
 @njit(**CALLED)
 def prefetch_row(rows, i_row, first):
-    """Have a row on its way to the cache; one that does not exist does no harm.
+    """Have a row on its way to the second cache; one that does not exist does no harm.
 
     Rows of a block lie too far apart for the processor to foresee the next.
     """
     memory, stride = rows
     start = i_row * stride + first
-    # at least one of every cache line
+    # float32s of a cache line
     for d in range(0, LANES, 16):
         _prefetch(memory, np.uintp(start + d))
 
@@ -107,8 +107,8 @@ def _prefetch(typing_context, memory, i):
         int32 = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [voidptr_t, int32, int32, int32])
         prefetch = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        # to be read, often, and data
-        builder.call(prefetch, [address, int32(0), int32(3), int32(1)])
+        # to read, into the second cache, data
+        builder.call(prefetch, [address, int32(0), int32(2), int32(1)])
         return context.get_dummy_value()
 
     return types.void(memory, i), emit

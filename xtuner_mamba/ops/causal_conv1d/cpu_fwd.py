@@ -13,6 +13,7 @@ from xtuner_mamba.ops.cpu_support import (
     LANES,
     as_rows,
     load_rows,
+    prefetch_row,
     run_blocks,
     state_rows,
     store_rows,
@@ -41,8 +42,11 @@ def _conv_fwd_kernel(
             steps = min(chunk, end - begin)
             load_rows(led[num_leading:], x, begin, steps, first, lanes)
             convolve(ys, led, taps, offset, steps)
-            if has_silu:
-                for i in range(steps):
+            for i in range(steps):
+                # while the activation computes
+                prefetch_row(y, begin + i, first)
+                prefetch_row(x, begin + steps + i, first)
+                if has_silu:
                     for d in range(LANES):
                         ys[i, d] = silu(ys[i, d])
             store_rows(y, begin, steps, first, lanes, ys)
