@@ -66,30 +66,61 @@ def timed(function: Callable, *args: object, **kwargs: object) -> tuple[float, o
     return (time.perf_counter() - start) * 1e3, result
 
 
+class MixerClock:
+    """Sums what the mixers of a model take, ``slow_forward`` itself and what stands in for it."""
+
+    def __init__(self, model: MambaForCausalLM) -> None:
+        self.milliseconds = 0.0
+        self._hooks = []
+        for layer in model.backbone.layers:
+            self._hooks.append(layer.mixer.register_forward_pre_hook(self._start))
+            self._hooks.append(layer.mixer.register_forward_hook(self._stop))
+
+    def remove(self) -> None:
+        """Leave the model alone."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _start(self, *_: object) -> None:
+        self._started = time.perf_counter()
+
+    def _stop(self, *_: object) -> None:
+        self.milliseconds += (time.perf_counter() - self._started) * 1e3
+
+
 def measure(
-    models: dict[str, MambaForCausalLM], total: int, repeats: int, *, slow_backward: bool
-) -> dict[str, tuple[float, float | None]]:
-    """Run a way after the other, ``repeats`` times after a warm-up.
+    models: dict[str, MambaForCausalLM],
+    total: int,
+    repeats: int,
+    *,
+    warm_ups: int = 1,
+    slow_backward: bool,
+) -> dict[str, tuple[float, float, float | None]]:
+    """Run a way after the other, ``repeats`` times after the warm-ups.
 
     Returns:
-        Median milliseconds of forward and backward, by way.
+        Median milliseconds of forward, of its mixers, and of backward, by way.
     """
     input_ids = make_tokens(total)
     layout = PackedLayout.from_lengths(lognormal_lengths(total, scale=128 / 594))
     medians = {}
     for way, model in models.items():
-        forwards, backwards = [], []
-        for _ in range(repeats + 1):
+        forwards, mixers, backwards = [], [], []
+        clock = MixerClock(model)
+        for _ in range(warm_ups + repeats):
+            clock.milliseconds = 0.0
             with layout.published():
                 forward, output = timed(model, input_ids, labels=input_ids)
                 forwards.append(forward)
+                mixers.append(clock.milliseconds)
                 if way == "packed" or slow_backward:
                     backward, _ = timed(output.loss.backward)
                     backwards.append(backward)
             # freed here, so that the next run does not pay for it
             output = None
             model.zero_grad()
-        medians[way] = _median(forwards[1:]), _median(backwards[1:])
+        clock.remove()
+        medians[way] = tuple(_median(times[warm_ups:]) for times in (forwards, mixers, backwards))
     return medians
 
 
@@ -111,7 +142,8 @@ def main(argv: list[str] | None = None) -> int:
     models = {"slow_forward": make_model(), "packed": make_model()}
     dispatch_packed(models["packed"])
     check(models["slow_forward"], models["packed"])
-    whole = measure(models, args.tokens, args.repeats, slow_backward=False)
+    # the first few still ask the system for memory, which then stays with the process
+    whole = measure(models, args.tokens, args.repeats, warm_ups=4, slow_backward=False)
     part = measure(models, args.backward_tokens, 1, slow_backward=True)
     rows = [
         {
@@ -119,17 +151,19 @@ def main(argv: list[str] | None = None) -> int:
             "threads": args.threads,
             "tokens": args.tokens,
             "forward_ms": whole[way][0],
-            "backward_ms": whole[way][1],
+            "mixers_forward_ms": whole[way][1],
+            "backward_ms": whole[way][2],
             "short_tokens": args.backward_tokens,
-            "short_backward_ms": part[way][1],
+            "short_backward_ms": part[way][2],
         }
         for way in models
     ]
     if args.json:
         print("\n".join(map(json.dumps, rows)))
         return 0
-    parts = ("forward_ms", "backward_ms", "short_backward_ms")
-    table = Table("way", "forward ms", "backward ms", f"on {args.backward_tokens:,} tokens")
+    parts = ("forward_ms", "mixers_forward_ms", "backward_ms", "short_backward_ms")
+    short = f"on {args.backward_tokens:,} tokens"
+    table = Table("way", "forward ms", "of which mixers", "backward ms", short)
     for row in rows:
         cells = (row[part] for part in parts)
         table.add_row(row["way"], *("-" if ms is None else f"{ms:,.0f}" for ms in cells))

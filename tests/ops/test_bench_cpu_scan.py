@@ -25,6 +25,7 @@ def test_it_prints_json(bench, capsys):
     slow, packed = map(json.loads, capsys.readouterr().out.splitlines())
     assert (slow["way"], packed["way"]) == ("slow_forward", "packed")
     assert slow["backward_ms"] is None
+    assert all(row["forward_ms"] > row["mixers_forward_ms"] > 0 for row in (slow, packed))
     assert all(row["forward_ms"] > 0 < row["short_backward_ms"] for row in (slow, packed))
 
 
