@@ -1,13 +1,15 @@
 """run_blocks: every block once, on whichever threads there are."""
 
+import logging
 import re
 import threading
 
+import numba.core.caching
 import pytest
 import torch
 
 from xtuner_mamba.ops import cpu_support, selective_scan
-from xtuner_mamba.ops.cpu_support import LANES, as_rows, run_blocks
+from xtuner_mamba.ops.cpu_support import LANES, as_rows, compile_kernel, run_blocks
 from xtuner_mamba.testing import make_scan_inputs, outputs_and_grads
 
 
@@ -69,3 +71,17 @@ def test_rows_are_views_where_they_can_be():
     assert (memory.tolist(), stride) == (wide.mT.flatten().tolist(), 3)
     assert as_rows(wide, torch.float64)[0].dtype == "float64"
     assert as_rows(None, torch.float32)[0].size == 0
+
+
+def test_no_folder_to_keep_a_kernel_in_is_said(monkeypatch, caplog):
+    def double(value):
+        return 2 * value
+
+    with caplog.at_level(logging.WARNING):
+        assert compile_kernel(double)(3) == 6
+    assert not caplog.messages
+    monkeypatch.setattr(numba.core.caching.CacheImpl, "_locator_classes", [])
+    with caplog.at_level(logging.WARNING):
+        assert compile_kernel(double)(3) == 6
+    assert "NUMBA_CACHE_DIR must name a folder" in caplog.text
+    assert "compiles double again" in caplog.text

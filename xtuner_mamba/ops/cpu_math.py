@@ -10,14 +10,9 @@ import numpy as np
 from numba import float32
 from numba.extending import intrinsic, overload
 
-KERNEL = dict(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
-"""Options of a kernel: results may fuse a product and a sum, and take no other liberty.
-
-It is compiled once a machine, as long as its own file does not change: after a change of another
-file that it uses, delete the ``__pycache__`` beside it.
-"""
-
 CALLED = dict(nogil=True, error_model="numpy", fastmath={"contract"})
+"""Options of all compiled code: results may fuse a product and a sum, and take no other liberty."""
+
 INLINED = CALLED | dict(forceinline=True)
 """Options of a function that kernels call in a loop: a true call would keep it from vectors."""
 

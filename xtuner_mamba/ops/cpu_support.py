@@ -6,6 +6,7 @@ Lanes beyond the channels hold zeros.
 """
 
 import ctypes
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -24,8 +25,29 @@ from xtuner_mamba.ops.cpu_math import CALLED
 
 LANES = 128
 
+_logger = logging.getLogger(__name__)
+
 Rows = tuple[np.ndarray, int]
 """The memory that rows lie in, as a flat array, and the way from one row to the next."""
+
+
+def compile_kernel(function: Callable) -> Callable:
+    """Compile a kernel at its first call in a dtype, once a machine.
+
+    What was compiled is kept as long as the kernel's own file does not change: after a change of
+    another file that it uses, delete the ``__pycache__`` beside it.
+    """
+    try:
+        return njit(cache=True, **CALLED)(function)
+    except RuntimeError as error:
+        if "no locator available" not in str(error):
+            raise
+        _logger.warning(
+            "NUMBA_CACHE_DIR must name a folder that can be written where neither the package's "
+            "nor the user's cache can be; without it every process compiles %s again",
+            function.__name__,
+        )
+        return njit(**CALLED)(function)
 
 
 def as_rows(t: Tensor | None, dtype: torch.dtype) -> Rows:

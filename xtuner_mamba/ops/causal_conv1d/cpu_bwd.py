@@ -9,10 +9,11 @@ from numba import njit
 from torch import Tensor
 
 from xtuner_mamba.ops.causal_conv1d.cpu_fwd import convolve, kernel_inputs, move_rows_up
-from xtuner_mamba.ops.cpu_math import CALLED, KERNEL, silu_slope
+from xtuner_mamba.ops.cpu_math import CALLED, silu_slope
 from xtuner_mamba.ops.cpu_support import (
     LANES,
     as_rows,
+    compile_kernel,
     load_rows,
     run_blocks,
     state_rows,
@@ -21,7 +22,7 @@ from xtuner_mamba.ops.cpu_support import (
 )
 
 
-@njit(**KERNEL)
+@compile_kernel
 def _conv_bwd_kernel(
     block, dim, x, weight, bias, initial_states, cu_seqlens, width, has_silu, chunk,
     dy, dfinal_states, dx, dweight, dbias, dinitial_states,

@@ -8,10 +8,11 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from xtuner_mamba.ops.cpu_math import CALLED, KERNEL, silu
+from xtuner_mamba.ops.cpu_math import CALLED, silu
 from xtuner_mamba.ops.cpu_support import (
     LANES,
     as_rows,
+    compile_kernel,
     load_rows,
     prefetch_row,
     run_blocks,
@@ -21,7 +22,7 @@ from xtuner_mamba.ops.cpu_support import (
 )
 
 
-@njit(**KERNEL)
+@compile_kernel
 def _conv_fwd_kernel(
     block, dim, x, weight, bias, initial_states, cu_seqlens, width, has_silu, chunk,
     y, final_states,

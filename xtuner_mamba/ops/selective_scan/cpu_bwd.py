@@ -8,10 +8,11 @@ import numpy as np
 from numba import njit
 from torch import Tensor
 
-from xtuner_mamba.ops.cpu_math import INLINED, KERNEL, exp2, sigmoid, silu, silu_slope
+from xtuner_mamba.ops.cpu_math import INLINED, exp2, sigmoid, silu, silu_slope
 from xtuner_mamba.ops.cpu_support import (
     LANES,
     as_rows,
+    compile_kernel,
     count_blocks,
     load_rows,
     run_blocks,
@@ -22,7 +23,7 @@ from xtuner_mamba.ops.cpu_support import (
 from xtuner_mamba.ops.selective_scan.cpu_fwd import kernel_inputs, to_step_sizes
 
 
-@njit(**KERNEL)
+@compile_kernel
 def _scan_bwd_kernel(
     block, dim, x, dt, A, log2_decay, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus,
     chunk, chunk_states, dy, dfinal_states,

@@ -9,10 +9,11 @@ import math
 from numba import njit
 from torch import Tensor
 
-from xtuner_mamba.ops.cpu_math import INLINED, KERNEL, exp2, silu, softplus
+from xtuner_mamba.ops.cpu_math import INLINED, exp2, silu, softplus
 from xtuner_mamba.ops.cpu_support import (
     LANES,
     as_rows,
+    compile_kernel,
     load_rows,
     prefetch_row,
     run_blocks,
@@ -22,7 +23,7 @@ from xtuner_mamba.ops.cpu_support import (
 )
 
 
-@njit(**KERNEL)
+@compile_kernel
 def _scan_fwd_kernel(
     block, dim, x, dt, A, log2_decay, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus,
     chunk, y, final_states, chunk_states,
