@@ -11,6 +11,10 @@ from torch import nn
 
 DISPATCH_TABLE = {
     "MambaMixer": "xtuner_mamba.model.dispatch.mamba:mamba_mixer_forward",
+    "FalconMambaMixer": "xtuner_mamba.model.dispatch.mamba:mamba_mixer_forward",
+    "JambaMambaMixer": "xtuner_mamba.model.dispatch.mamba:mamba_mixer_forward",
+    "ZambaMambaMixer": "xtuner_mamba.model.dispatch.mamba:mamba_mixer_forward",
+    "Mamba": "xtuner_mamba.model.dispatch.mamba:mamba_ssm_mixer_forward",
 }
 """Mixer class name to ``module:function``, a forward that keeps documents apart."""
 
@@ -18,13 +22,22 @@ FUSED_TABLE = {
     "MambaBlock": "xtuner_mamba.model.dispatch.mamba_lm:mamba_block_forward",
     "MambaRMSNorm": "xtuner_mamba.model.dispatch.mamba_lm:mamba_norm_forward",
     "MambaForCausalLM": "xtuner_mamba.model.dispatch.mamba_lm:mamba_causal_lm_forward",
+    "FalconMambaBlock": "xtuner_mamba.model.dispatch.mamba_lm:mamba_block_forward",
+    "FalconMambaRMSNorm": "xtuner_mamba.model.dispatch.mamba_lm:mamba_norm_forward",
+    "FalconMambaForCausalLM": "xtuner_mamba.model.dispatch.mamba_lm:mamba_causal_lm_forward",
 }
 """Class name to ``module:function``, a forward that computes the same with fused ops."""
 
 _OPTIONS = {
     "MambaMixer": ("recompute", "checkpointed_by"),
+    "FalconMambaMixer": ("recompute", "checkpointed_by"),
+    "JambaMambaMixer": ("recompute", "checkpointed_by"),
+    "ZambaMambaMixer": ("recompute", "checkpointed_by"),
+    "Mamba": ("recompute", "checkpointed_by"),
     "MambaBlock": ("fuse_norm",),
     "MambaRMSNorm": ("fuse_norm",),
+    "FalconMambaBlock": ("fuse_norm",),
+    "FalconMambaRMSNorm": ("fuse_norm",),
 }
 
 # transformers' names for layers that let tokens see each other
