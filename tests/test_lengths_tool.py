@@ -1,7 +1,6 @@
 """``xtuner-mamba lengths``: from a file or a config to tables, a picture and JSON."""
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -153,19 +152,3 @@ def test_json_is_all_that_stdout_gets(folder):
     command = [sys.executable, str(ROOT / "tools" / "lengths.py"), "documents.jsonl", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["documents"] == len(LENGTHS)
-
-
-def test_a_verb_that_there_is_not(capsys):
-    assert cli.main(["widths"]) == 2
-    assert "VERB must be one of lengths, got widths" in capsys.readouterr().err
-    assert cli.main(["--help"]) == 0
-    assert "lengths      compare the ways to batch" in capsys.readouterr().out
-
-
-def test_every_verb_has_a_script_of_its_name(monkeypatch, capsys):
-    for verb in cli.VERBS:
-        monkeypatch.setattr(sys, "argv", [verb, "--help"])
-        with pytest.raises(SystemExit) as stop:
-            runpy.run_path(str(ROOT / "tools" / f"{verb}.py"), run_name="__main__")
-        assert stop.value.code == 0
-        assert f"usage: xtuner-mamba {verb}" in capsys.readouterr().out

@@ -6,8 +6,12 @@ from importlib import import_module
 
 VERBS = {
     "lengths": "compare the ways to batch a corpus by the lengths of its documents",
+    "probe-batch": "measure the largest batch of each bucket, and the largest pack, that trains",
+    "smoke": "train a few steps on short and long documents, and check what comes out",
+    "doctor": "look for what usually goes wrong in a config, its data and its logs",
+    "compare": "train packs, buckets and fixed chunks side by side on the same documents",
 }
-"""What each module of :mod:`xtuner_mamba.tools` is for."""
+"""What each module of :mod:`xtuner_mamba.tools` is for, by the verb, which has dashes."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     if verb in VERBS:
         # imported now, since it takes seconds; what libraries say meanwhile is no result
         with redirect_stdout(sys.stderr):
-            module = import_module(f"xtuner_mamba.tools.{verb}")
+            module = import_module(f"xtuner_mamba.tools.{verb.replace('-', '_')}")
         return module.main(arguments[1:])
     asked = verb in ("-h", "--help")
     if not asked:
