@@ -5,7 +5,7 @@ of transformers 4.48, and that of mamba_ssm's ``Mamba``. The projection *modules
 their weights, so that a LoRA or a quantised layer in their place acts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -16,13 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from xtuner_mamba.layout import PackedLayout, current_layout
-from xtuner_mamba.ops import (
-    ScanWithStates,
-    backward_follows,
-    causal_conv1d,
-    rms_norm,
-    selective_scan,
-)
+from xtuner_mamba.model.dispatch.cached_rows import CachedRows, refuse_cache_with_packs
+from xtuner_mamba.ops import backward_follows, causal_conv1d, rms_norm, selective_scan
 
 
 def mamba_mixer_forward(
@@ -45,24 +40,9 @@ def mamba_mixer_forward(
         RuntimeError: No layout, one of another batch, or both a layout and a cache.
     """
     if cache_params is not None:
-        return _continue_rows(self, hidden_states, cache_params, cache_position, attention_mask)
-    layout = layout_of(hidden_states)
-    if attention_mask is not None:
-        raise RuntimeError(
-            "attention_mask must be None with packed documents, got one of shape "
-            f"{tuple(attention_mask.shape)}; the layout alone says what belongs together"
-        )
-    packed = hidden_states.reshape(1, layout.total, -1)
-    xz = self.in_proj(packed)
-    # bound and not an argument, which a checkpoint would hand over as a tensor nobody has checked
-    mix = partial(_mix_documents, self, cu_seqlens=layout.cu_seqlens)
-    if _recomputes(self, xz, recompute, checkpointed_by):
-        y = checkpoint(
-            mix, xz, use_reentrant=False, context_fn=lambda: (nullcontext(), backward_follows())
-        )
-    else:
-        y = mix(xz)
-    return y.reshape(hidden_states.shape)
+        rows = CachedRows(self, cache_params, cache_position, attention_mask)
+        return _mix(self, self.in_proj(hidden_states), rows=rows)
+    return mix_documents(_mix, self, hidden_states, attention_mask, recompute, checkpointed_by)
 
 
 def mamba_ssm_mixer_forward(
@@ -75,20 +55,76 @@ def mamba_ssm_mixer_forward(
     if inference_params is None:
         return mamba_mixer_forward(self, hidden_states, **options)
     refuse_cache_with_packs()
-    return type(self).forward(self, hidden_states, inference_params)
+    return type(self).forward(self, hidden_states, inference_params=inference_params)
 
 
-def refuse_cache_with_packs() -> None:
-    """Check that no layout is published.
+# -- what Mamba-1 and Mamba-2 share ---------------------------------------------------------------
+
+
+def mix_documents(
+    mix: Callable[..., Tensor],
+    self: nn.Module,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
+    recompute: bool | None,
+    checkpointed_by: Sequence[nn.Module],
+) -> Tensor:
+    """Run a mixer on the documents of the published layout.
+
+    Args:
+        mix: Everything after ``in_proj``; takes the mixer, what ``in_proj`` made,
+            ``(1, total, projected)``, and ``cu_seqlens``.
+        self: The mixer.
+        hidden_states: ``(batch, seqlen, hidden)``.
+        attention_mask: Must be ``None``.
+        recompute: As in ``dispatch_packed``.
+        checkpointed_by: Models whose own checkpointing makes ``recompute`` needless.
 
     Raises:
-        RuntimeError: There is one.
+        RuntimeError: No layout, or one of another batch, or there is a mask.
     """
-    if current_layout() is not None:
+    layout = layout_of(hidden_states)
+    if attention_mask is not None:
         raise RuntimeError(
-            "use_cache must be False while a packed layout is published, got a cache; it holds "
-            "one state a row, not one a document: set model.config.use_cache = False"
+            "attention_mask must be None with packed documents, got one of shape "
+            f"{tuple(attention_mask.shape)}; the layout alone says what belongs together"
         )
+    projected = self.in_proj(hidden_states.reshape(1, layout.total, -1))
+    # bound and not an argument, which a checkpoint would hand over as a tensor nobody has checked
+    mix = partial(mix, self, cu_seqlens=layout.cu_seqlens)
+    if _recomputes(self, projected, recompute, checkpointed_by):
+        # recomputed, it stops where out_proj has its input
+        y = checkpoint(
+            mix,
+            projected,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), backward_follows()),
+        )
+    else:
+        y = mix(projected)
+    return y.reshape(hidden_states.shape)
+
+
+def convolve(
+    self: nn.Module, x: Tensor, *, cu_seqlens: Tensor | None = None, rows: CachedRows | None = None
+) -> Tensor:
+    """Conv and activation, ``(batch, seqlen, dim)`` in and out."""
+    silu = self.activation in ("silu", "swish")
+    initial_states = None
+    if rows is not None:
+        x = rows.mask(x)
+        initial_states = rows.conv_states[..., 1:].to(x.dtype, copy=True)
+        rows.append(x)
+    y = causal_conv1d(
+        x,
+        self.conv1d.weight.squeeze(1),
+        self.conv1d.bias,
+        cu_seqlens=cu_seqlens,
+        activation="silu" if silu else None,
+        initial_states=initial_states,
+    )
+    y = y if silu else self.act(y)
+    return y if rows is None else rows.mask(y)
 
 
 def is_partitioned(parameter: Tensor) -> bool:
@@ -123,11 +159,11 @@ def layout_of(hidden_states: Tensor) -> PackedLayout:
 
 
 def _recomputes(
-    self: nn.Module, xz: Tensor, recompute: bool | None, checkpointed_by: Sequence[nn.Module]
+    self: nn.Module, projected: Tensor, recompute: bool | None, checkpointed_by: Sequence[nn.Module]
 ) -> bool:
-    """Whether the backward runs :func:`_mix_documents` again, instead of keeping what it made."""
+    """Whether the backward runs ``mix`` again, instead of keeping what it made."""
     if recompute is None:
-        recompute = xz.is_cuda
+        recompute = projected.is_cuda
     return (
         recompute
         and torch.is_grad_enabled()
@@ -138,109 +174,62 @@ def _recomputes(
     )
 
 
-def _mix_documents(self: nn.Module, xz: Tensor, *, cu_seqlens: Tensor) -> Tensor:
-    """All that follows ``in_proj``; recomputed, it stops where ``out_proj`` has its input."""
-    x, z = _split(self, xz)
-    x = _convolve(self, x, cu_seqlens=cu_seqlens)
-    return self.out_proj(_scan(self, x, z, cu_seqlens=cu_seqlens))
+# -- Mamba-1 --------------------------------------------------------------------------------------
 
 
-def _continue_rows(
+def _mix(
     self: nn.Module,
-    hidden_states: Tensor,
-    cache,
-    cache_position: Tensor | None,
-    attention_mask: Tensor | None,
+    xz: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    rows: CachedRows | None = None,
 ) -> Tensor:
-    refuse_cache_with_packs()
-    x, z = _split(self, self.in_proj(hidden_states))
-    keep = None
-    if attention_mask is not None:
-        # Zamba's is of the whole row, whatever the cache holds of it
-        keep = attention_mask[:, -x.shape[1] :, None].to(x.dtype)
-        x = x * keep
-    conv_states = cache.conv_states[self.layer_idx]  # (batch, dim, width)
-    ssm_states = cache.ssm_states[self.layer_idx]  # (batch, dim, dstate), or by heads
-    width = conv_states.shape[-1]
-    if _is_prompt(cache, cache_position, width):
-        conv_states.zero_()
-        ssm_states.zero_()
-    # not cache.update_conv_state: 4.48 writes the tokens after a prompt shorter than the filter
-    # to the wrong place
-    recent = torch.cat([conv_states, x.transpose(1, 2).to(conv_states.dtype)], dim=-1)
-
-    x = _convolve(self, x, initial_states=conv_states[..., 1:].to(x.dtype))
-    if keep is not None:
-        x = x * keep
-    before = ssm_states.to(_state_dtype(x)).flatten(1, -2)
-    y, after = _scan(self, x, z, initial_states=before, return_final_states=True)
-    conv_states.copy_(recent[..., -width:])
-    ssm_states.copy_(after.view_as(ssm_states))
-    return self.out_proj(y)
-
-
-def _is_prompt(cache, cache_position: Tensor | None, width: int) -> bool:
-    """Tell a prompt from what continues it, as transformers does."""
-    if hasattr(cache, "has_previous_state"):  # of a hybrid
-        return not cache.has_previous_state
-    return cache_position.shape[0] == width
-
-
-def _convolve(self: nn.Module, x: Tensor, **boundaries) -> Tensor:
-    """Conv and activation, ``(batch, seqlen, dim)`` in and out."""
-    silu = self.activation in ("silu", "swish")
-    y = causal_conv1d(
-        x,
-        self.conv1d.weight.squeeze(1),
-        self.conv1d.bias,
-        activation="silu" if silu else None,
-        **boundaries,
-    )
-    return y if silu else self.act(y)
+    x, z = _split(self, xz)
+    x = convolve(self, x, cu_seqlens=cu_seqlens, rows=rows)
+    return self.out_proj(_scan(self, x, z, cu_seqlens=cu_seqlens, rows=rows))
 
 
 def _scan(
-    self: nn.Module, x: Tensor, z: Tensor, *, initial_states: Tensor | None = None, **boundaries
-):
+    self: nn.Module,
+    x: Tensor,
+    z: Tensor,
+    *,
+    cu_seqlens: Tensor | None,
+    rows: CachedRows | None,
+) -> Tensor:
     """Input-dependent dt, B and C, then the recurrence and the gate, head by head."""
     silu = self.activation in ("silu", "swish")
+    state_dtype = torch.promote_types(x.dtype, torch.float32)
     heads = _heads(self, x)
-    parts = (t.chunk(len(heads), dim=-1) for t in (x, z))
+    x_heads, z_heads = (t.chunk(len(heads), dim=-1) for t in (x, z))
     states = len(heads) * [None]
-    if initial_states is not None:
-        states = initial_states.chunk(len(heads), dim=1)
-    results = []
-    for head, x_head, z_head, states_head in zip(heads, *parts, states):
+    if rows is not None:
+        states = rows.ssm_states.to(state_dtype).flatten(1, -2).chunk(len(heads), dim=1)
+    ys, final_states = [], []
+    for head, x_head, z_head, initial_states in zip(heads, x_heads, z_heads, states):
         result = selective_scan(
             x_head,
             head.dt,
-            -torch.exp(head.A_log.to(_state_dtype(x))),
+            -torch.exp(head.A_log.to(state_dtype)),
             head.B,
             head.C,
             D=head.D,
             z=z_head if silu else None,
             dt_bias=head.dt_bias,
             dt_softplus=True,
-            initial_states=states_head,
-            **boundaries,
+            cu_seqlens=cu_seqlens,
+            initial_states=initial_states,
+            return_final_states=rows is not None,
         )
-        results.append(result)
-    result = results[0] if len(results) == 1 else _join(results)
-    if silu:
-        return result
-    gate = self.act(z)
-    return result * gate if isinstance(result, Tensor) else result._replace(y=result.y * gate)
-
-
-def _join(results: list) -> Tensor | ScanWithStates:
-    """Lay the channels of all heads side by side."""
-    if isinstance(results[0], Tensor):
-        return torch.cat(results, dim=-1)
-    ys, final_states = zip(*results)
-    return ScanWithStates(torch.cat(ys, dim=-1), torch.cat(final_states, dim=1))
-
-
-# -- where the families differ --------------------------------------------------------------------
+        if rows is not None:
+            result, after = result
+            final_states.append(after)
+        ys.append(result)
+    if rows is not None:
+        rows.ssm_states.copy_(torch.cat(final_states, dim=1).view_as(rows.ssm_states))
+    # one head's need no copy
+    y = ys[0] if len(ys) == 1 else torch.cat(ys, dim=-1)
+    return y if silu else y * self.act(z)
 
 
 class _Head(NamedTuple):
@@ -306,7 +295,3 @@ def _project_without_bias(projection: nn.Module, dt: Tensor) -> tuple[Tensor, Te
     if type(projection) is nn.Linear:
         return F.linear(dt, projection.weight), projection.bias
     return projection(dt), None
-
-
-def _state_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
