@@ -66,6 +66,11 @@ def test_a_file_of_lengths_tokens_or_texts(capsys, tokenizer, column):
     assert found["advice"]["scheme"] in ("packed", "bucket")
 
 
+def test_whole_numbers_that_were_stored_as_floats(capsys):
+    write("documents.jsonl", [{"length": float(n)} for n in LENGTHS])
+    assert numbers(capsys, "documents.jsonl")["tokens"] == sum(LENGTHS)
+
+
 def test_a_parquet_file(capsys):
     Dataset.from_dict({"length": LENGTHS}).to_parquet("documents.parquet")
     assert numbers(capsys, "documents.parquet")["tokens"] == sum(LENGTHS)
@@ -132,14 +137,28 @@ def test_boundaries_to_copy_where_buckets_are_recommended(capsys):
         ("documents.txt", "ends with .json, .jsonl, .parquet, .csv, got 'documents.txt'"),
         ("words.jsonl", r"length, input_ids or text, got ['word']"),
         ("texts.jsonl", "a tokenizer must be given for the column text, got none"),
-        ("other.py", "got list; give the data file instead"),
+        ("other.py", "got list; use one of them, or give `xtuner-mamba lengths` the data file"),
         ("long.jsonl", "got 8 for 9 tokens in document 0"),
+        ("empty.jsonl", "a data file must hold documents, got the empty "),
+        ("blank.jsonl", "a data file must hold documents, got no row"),
+        ("half.jsonl", "length must tell of a whole number of tokens, at least 1, got 4.5 in"),
+        ("none.jsonl", "got 0 in row 2"),
+        ("null.jsonl", "got None in row 1"),
+        ("hollow.jsonl", "input_ids must tell of a whole number of tokens, at least 1, got 0 in"),
+        ("long_words.jsonl", "length must hold integers, got string"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(capsys, source, message):
     write("words.jsonl", [{"word": "x"}])
     write("texts.jsonl", [{"text": "x"}])
     write("long.jsonl", [{"length": 9}])
+    Path("empty.jsonl").touch()
+    Path("blank.jsonl").write_text("\n\n")
+    write("half.jsonl", [{"length": 3.0}, {"length": 4.5}])
+    write("none.jsonl", [{"length": 3}, {"length": 3}, {"length": 0}])
+    write("null.jsonl", [{"length": 3}, {"length": None}])
+    write("hollow.jsonl", [{"input_ids": [7]}, {"input_ids": []}])
+    write("long_words.jsonl", [{"length": "long"}])
     Path("other.py").write_text("train_dataloader = dict(dataset=dict(type=list))\n")
     assert cli.main(["lengths", source, "--boundaries", "8"]) == 1
     error = capsys.readouterr().err

@@ -34,7 +34,10 @@ class Scheme:
 
     name: str
     padding: float
-    """Share of places without a token, if padding is executed or a pack is not full."""
+    """Share of places without a token, if padding is executed or a pack is not full.
+
+    What the last of the fewest possible rows leaves is not counted: nothing could fill it.
+    """
     num_split: int = 0
     """Documents whose tokens lie in several rows, so that the rest starts without a state."""
     num_truncated: int = 0
@@ -213,11 +216,9 @@ def _fixed_rows(lengths: np.ndarray, max_length: int) -> Scheme:
 
 def _cut_rows(name: str, lengths: np.ndarray, max_length: int) -> Scheme:
     ends = lengths.cumsum()
-    num_rows = -(-int(ends[-1]) // max_length)
     # the first and the last token in different rows
     cut = (ends - 1) // max_length != (ends - lengths) // max_length
-    padding = float(1 - ends[-1] / (num_rows * max_length))
-    return Scheme(name=name, padding=padding, num_split=int(cut.sum()))
+    return Scheme(name=name, padding=0.0, num_split=int(cut.sum()))
 
 
 def _rolling_padding(lengths: np.ndarray, tokens_per_batch: int) -> float:
@@ -228,7 +229,8 @@ def _rolling_padding(lengths: np.ndarray, tokens_per_batch: int) -> float:
 
 
 def _unused_by_packs(lengths: np.ndarray, max_length: int) -> float:
-    return float(1 - lengths.sum() / (len(plan_best_fit(lengths, max_length)) * max_length))
+    fewest = -(-int(lengths.sum()) // max_length)
+    return 1 - fewest / len(plan_best_fit(lengths, max_length))
 
 
 def _best_split(lengths: np.ndarray, boundary: int) -> int | None:

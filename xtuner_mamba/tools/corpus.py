@@ -1,4 +1,4 @@
-"""Lengths of the documents that a config trains on, or that a data file holds."""
+"""Documents that a config trains on, or their lengths in a data file."""
 
 import inspect
 from collections.abc import Iterator
@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, load_dataset
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from transformers import AutoTokenizer
 from xtuner.configs import cfgs_name_path
+from xtuner.tools.utils import set_model_resource
 
 from xtuner_mamba.dataset import document_map_fn, process_packed_dataset
+from xtuner_mamba.dataset.documents import TokenizedDocuments
+from xtuner_mamba.dataset.sources import check_source
 
 _READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 _PROCESSES = ("process_packed_dataset", "process_document_dataset", "process_hf_dataset")
@@ -52,41 +56,66 @@ def read_corpus(source: str, tokenizer: str | None = None) -> Corpus:
         ValueError: The source has no documents that could be measured.
     """
     if source in cfgs_name_path or source.endswith(".py"):
-        return _corpus_of_config(Config.fromfile(cfgs_name_path.get(source, source)))
-    if Path(source).suffix not in _READERS:
+        cfg = read_config(source)
+        documents = read_documents(cfg)
+        sampler = cfg.train_dataloader.get("batch_sampler") or {}
+        return Corpus(
+            documents.lengths[documents.has_label],
+            cfg.train_dataloader.dataset.max_length,
+            sampler.get("boundaries"),
+            sampler.get("tokens_per_batch"),
+        )
+    reader = _READERS.get(Path(source).suffix)
+    if reader is None:
         raise ValueError(
             f"the source must be a config, or a file that ends with {', '.join(_READERS)}, got "
             f"{source!r}; `xtuner list-cfg -p mamba` lists the templates"
         )
-    reader = _READERS[Path(source).suffix]
-    rows = load_dataset(reader, data_files=source, split="train")
-    return Corpus(_lengths_of_rows(rows, tokenizer))
+    check_source(dict(type=load_dataset, path=reader, data_files=source))
+    return Corpus(_lengths_of_rows(_load_file(reader, source), tokenizer))
 
 
-def _corpus_of_config(cfg: Config) -> Corpus:
+def read_config(source: str) -> Config:
+    """Read what ``xtuner train`` would be given: the name of a template, or a config's path."""
+    cfg = Config.fromfile(cfgs_name_path.get(source, source))
+    set_model_resource(cfg)
+    return cfg
+
+
+def read_documents(cfg: Config) -> TokenizedDocuments:
+    """Tokenize the documents that a config trains on, whole.
+
+    Raises:
+        ValueError: The dataset is not built by one of the functions that are known here.
+    """
     node = cfg.train_dataloader.dataset
     name = getattr(node.get("type"), "__name__", str(node.get("type"))).rpartition(".")[2]
     if name not in _PROCESSES:
         raise ValueError(
             f"train_dataloader.dataset must be built by {' or '.join(_PROCESSES)}, got {name}; "
-            "give the data file instead"
+            "use one of them, or give `xtuner-mamba lengths` the data file"
         )
     known = inspect.signature(process_packed_dataset).parameters
-    arguments = {key: value for key, value in node.items() if key in known}
-    sampler = cfg.train_dataloader.get("batch_sampler") or {}
-    return Corpus(
-        _lengths_of_documents(arguments),
-        node.max_length,
-        sampler.get("boundaries"),
-        sampler.get("tokens_per_batch"),
-    )
+    return _tokenize({key: value for key, value in node.items() if key in known})
+
+
+def _load_file(reader: str, source: str) -> Dataset:
+    try:
+        return load_dataset(reader, data_files=source, split="train")
+    except ValueError as error:
+        # what datasets says of a file that has no row
+        if "corresponds to no data" not in str(error):
+            raise
+        raise ValueError(
+            "a data file must hold documents, got no row; write one document a row"
+        ) from None
 
 
 def _lengths_of_rows(rows: Dataset, tokenizer: str | None) -> np.ndarray:
     if "length" in rows.column_names:
-        return rows.with_format("numpy")["length"][:].astype(np.int64)
+        return _check_lengths("length", rows.data.column("length"))
     if "input_ids" in rows.column_names:
-        return pc.list_value_length(rows.data.column("input_ids")).to_numpy().astype(np.int64)
+        return _check_lengths("input_ids", pc.list_value_length(rows.data.column("input_ids")))
     if "text" not in rows.column_names:
         raise ValueError(
             f"a data file must have a column length, input_ids or text, got {rows.column_names}; "
@@ -97,19 +126,33 @@ def _lengths_of_rows(rows: Dataset, tokenizer: str | None) -> np.ndarray:
             "a tokenizer must be given for the column text, got none; add --tokenizer PATH"
         )
     built = AutoTokenizer.from_pretrained(tokenizer)
-    return _lengths_of_documents(
-        dict(dataset=rows, tokenizer=built, dataset_map_fn=document_map_fn)
-    )
-
-
-def _lengths_of_documents(arguments: dict) -> np.ndarray:
-    with _quiet():
-        documents = process_packed_dataset(**arguments | _WHOLE).documents
+    documents = _tokenize(dict(dataset=rows, tokenizer=built, dataset_map_fn=document_map_fn))
     return documents.lengths[documents.has_label]
 
 
+def _check_lengths(name: str, lengths: pa.ChunkedArray) -> np.ndarray:
+    """Return tokens of each row, int64, ``(num_rows,)``, and let none pass that is no count."""
+    if not (pa.types.is_integer(lengths.type) or pa.types.is_floating(lengths.type)):
+        raise ValueError(
+            f"{name} must hold integers, got {lengths.type}; count the tokens of each document"
+        )
+    counts = pc.and_(pc.greater_equal(lengths, 1), pc.equal(lengths, pc.floor(lengths)))
+    row = pc.index(pc.fill_null(counts, False), False).as_py()
+    if row >= 0:
+        raise ValueError(
+            f"{name} must tell of a whole number of tokens, at least 1, got "
+            f"{lengths[row].as_py()} in row {row}; mend the row, or leave it out"
+        )
+    return lengths.to_numpy().astype(np.int64)
+
+
+def _tokenize(arguments: dict) -> TokenizedDocuments:
+    with quiet():
+        return process_packed_dataset(**arguments | _WHOLE).documents
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep the log off the terminal, which is for the table or for JSON."""
     logger = MMLogger.get_current_instance()
     level = logger.level
