@@ -1,5 +1,6 @@
 """Tensors in, tensors out: knows neither XTuner nor transformers."""
 
+from xtuner_mamba.ops.attention import attention
 from xtuner_mamba.ops.causal_conv1d import ConvWithStates, causal_conv1d
 from xtuner_mamba.ops.linear_cross_entropy import linear_cross_entropy
 from xtuner_mamba.ops.rms_norm import NormWithResidual, rms_norm
@@ -9,6 +10,7 @@ __all__ = [
     "ConvWithStates",
     "NormWithResidual",
     "ScanWithStates",
+    "attention",
     "backward_follows",
     "causal_conv1d",
     "linear_cross_entropy",
