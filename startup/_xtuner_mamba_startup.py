@@ -1,18 +1,21 @@
 """Let xtuner_mamba join XTuner in every process, before a config or a command can.
 
 ``xtuner_mamba_startup.pth`` runs this at each start of Python, XTuner or not: builtin modules
-only, no output, no exception. A finder waits for modules of XTuner; Python's own loaders
-execute them, and :func:`xtuner_mamba.integration.patch` then gets the executed module.
-``XTUNER_MAMBA_DISABLE=1`` switches all of it off.
+only, no output, no exception. A finder waits for modules of XTuner, and of what it trains LoRA
+with; Python's own loaders execute them, and :func:`xtuner_mamba.integration.patch` then gets the
+executed module. ``XTUNER_MAMBA_DISABLE=1`` switches all of it off.
 """
 
 import os
 import sys
 from _thread import get_ident
 
+# scripts use the last two without XTuner
+WATCHED = {"xtuner", "peft", "bitsandbytes"}
+
 
 class XTunerFinder:
-    """Ask the other finders for a module of XTuner, and add a step after its execution."""
+    """Ask the other finders for a module of these packages, and add a step after its execution."""
 
     def __init__(self):
         # calls in flight: another hook of this kind may ask us back
@@ -21,7 +24,7 @@ class XTunerFinder:
     def find_spec(self, fullname, path=None, target=None):
         """Return the spec that another finder gives, its loader prepared."""
         call = (get_ident(), fullname)
-        if fullname.partition(".")[0] != "xtuner" or call in self._busy:
+        if fullname.partition(".")[0] not in WATCHED or call in self._busy:
             return None
         self._busy.add(call)
         try:

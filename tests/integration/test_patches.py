@@ -2,21 +2,22 @@
 
 import importlib.util
 import os
+import subprocess
+import sys
 from dataclasses import replace
-from importlib import import_module
 from importlib.metadata import version
 
 import pytest
 import torch
 from mmengine.config.lazy import LazyObject
 from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MambaConfig, MambaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from xtuner_mamba import integration
 from xtuner_mamba.integration import PATCHES
-from xtuner_mamba.integration.adapters import spare_bitsandbytes_triton
 from xtuner_mamba.integration.devices import without_gpu
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE
 
@@ -237,10 +238,45 @@ def test_own_checkpoints_are_read_in_full(patched, checkpoint):
         torch.load(checkpoint)
 
 
-def test_bitsandbytes_is_importable_without_triton_ops(pristine):
-    # once this fails, the patch has nothing to mend any more
+def test_bitsandbytes_does_without_triton_ops(pristine, patched):
+    # once these fail, the patch has nothing to mend any more
     assert importlib.util.find_spec("triton.ops") is None
-    spare_bitsandbytes_triton(pristine("xtuner.registry"))
-    import_module("bitsandbytes")
-    lora = LoraConfig(r=2, target_modules=["in_proj"])
-    assert get_peft_model(make_mamba(), lora).peft_type == "LORA"
+    name = "bitsandbytes.triton.triton_utils"
+    assert pristine(name).is_triton_available() is True
+    assert patched(name).is_triton_available() is False
+
+
+def test_script_needs_no_xtuner_to_train_lora():
+    code = """
+import sys
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTuner
+from transformers import MambaConfig, MambaForCausalLM
+model = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1))
+get_peft_model(model, LoraConfig(r=2, target_modules=["in_proj"]))
+assert "bitsandbytes" in sys.modules and "xtuner" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_peft_refuses_out_proj_but_in_a_merge(pristine, patched, monkeypatch):
+    name, lora = "peft.tuners.tuners_utils", LoraConfig()
+    refusal = pytest.raises(ValueError, match="'out_proj' is incompatible with Mamba")
+    # once this passes, the patch has nothing to mend any more
+    with refusal:
+        pristine(name)._check_lora_target_modules_mamba(lora, make_mamba(), "out_proj")
+    check = patched(name)._check_lora_target_modules_mamba
+    with refusal:
+        check(lora, make_mamba(), "out_proj")
+    monkeypatch.setattr(sys, "argv", ["/xtuner/tools/model_converters/merge.py", "model"])
+    check(lora, make_mamba(), "out_proj")
+
+
+def test_peft_adds_an_adapter_of_mambas_embeddings_to_the_head(pristine, monkeypatch):
+    unload = pristine("peft.tuners.tuners_utils").BaseTuner._unload_and_optionally_merge
+    monkeypatch.setattr(BaseTuner, "_unload_and_optionally_merge", unload)
+    model = get_peft_model(make_mamba(), LoraConfig(target_modules=["embeddings"]))
+    merged = model.merge_and_unload()
+    # once this fails, the patch has nothing to mend any more
+    assert merged.lm_head.weight is merged.get_input_embeddings().weight

@@ -1,8 +1,8 @@
 """How the plugin joins XTuner: the only place that touches what others keep to themselves.
 
-``_xtuner_mamba_startup`` hands every module of XTuner to :func:`patch` when Python has executed
-it. One entry of :data:`PATCHES` is one thing that the plugin changes; ``docs/xtuner.md`` tells
-why. Imports nothing heavy, since it runs at the first import of XTuner.
+``_xtuner_mamba_startup`` hands every module of XTuner, PEFT and bitsandbytes to :func:`patch` when
+Python has executed it. One entry of :data:`PATCHES` is one thing that the plugin changes;
+``docs/xtuner.md`` tells why. Imports nothing heavy, since it runs at the first of those imports.
 """
 
 import warnings
@@ -17,7 +17,7 @@ class Patch:
     """One change to a module that is not ours."""
 
     after: str
-    """The module of XTuner whose execution sets it off."""
+    """The module whose execution sets it off."""
     function: str
     """``module:function`` of this package; it gets the module to change."""
     needs: tuple[str, ...]
@@ -108,10 +108,22 @@ PATCHES = (
         checked_on="mmengine 0.10.6",
     ),
     Patch(
-        after="xtuner.registry",
+        after="bitsandbytes.triton.triton_utils",
         function="adapters:spare_bitsandbytes_triton",
-        needs=(),
-        checked_on="bitsandbytes 0.45.0, triton 3.8, peft 0.21",
+        needs=("is_triton_available",),
+        checked_on="bitsandbytes 0.45.0, triton 3.8",
+    ),
+    Patch(
+        after="peft.tuners.tuners_utils",
+        function="adapters:adapt_out_proj",
+        needs=("_check_lora_target_modules_mamba",),
+        checked_on="peft 0.21.2",
+    ),
+    Patch(
+        after="peft.tuners.tuners_utils",
+        function="adapters:untie_adapted_embeddings",
+        needs=("BaseTuner._unload_and_optionally_merge",),
+        checked_on="peft 0.21.2",
     ),
     Patch(
         after="xtuner.utils.device",

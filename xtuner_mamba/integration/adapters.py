@@ -1,23 +1,68 @@
-"""LoRA with the Triton that comes with today's PyTorch.
+"""LoRA on Mamba through PEFT: what it takes for impossible here, and what it would get wrong."""
 
-PEFT imports bitsandbytes wherever it is installed, and XTuner pins a version whose
-``bitsandbytes.triton`` imports ``triton.ops``, which Triton 3 does not have. Nothing of it is
-needed: without Triton, bitsandbytes leaves those layers out.
-"""
-
+import functools
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 
+from torch import nn
 
-def spare_bitsandbytes_triton(registry: ModuleType) -> None:
+
+def spare_bitsandbytes_triton(triton_utils: ModuleType) -> None:
     """Let ``import bitsandbytes`` succeed where Triton has no ``triton.ops``.
 
-    Args:
-        registry: ``xtuner.registry``, imported by all that builds a model; nothing in it changes.
+    PEFT imports bitsandbytes wherever it is installed, and XTuner pins a version that imports
+    ``triton.ops``, which Triton 3 does not have. Without Triton, bitsandbytes leaves the layers
+    out that need it, and LoRA needs none of them.
     """
-    if importlib.util.find_spec("triton") and not importlib.util.find_spec("triton.ops"):
-        name = "bitsandbytes.triton.triton_utils"
-        # there already if an import of bitsandbytes has failed before
-        module = sys.modules.setdefault(name, ModuleType(name))
-        module.is_triton_available = lambda: False
+    is_triton_available = triton_utils.is_triton_available
+
+    def is_old_triton_available() -> bool:
+        return is_triton_available() and importlib.util.find_spec("triton.ops") is not None
+
+    triton_utils.is_triton_available = is_old_triton_available
+
+
+def adapt_out_proj(tuners_utils: ModuleType) -> None:
+    """Let PEFT adapt ``out_proj`` of a Mamba whose mixers call it.
+
+    PEFT refuses it, since mamba_ssm's kernels read its weight past any adapter. Dispatched mixers
+    call the module, and a merge runs no mixer. The filter, ``conv1d``, stays refused: we too read
+    its weight.
+    """
+    refuse = tuners_utils._check_lora_target_modules_mamba
+
+    @functools.wraps(refuse)
+    def check(peft_config, model: nn.Module, target_name: str) -> None:
+        # late: at the import of PEFT, XTuner may not be there yet
+        from xtuner_mamba.model.lora import calls_out_proj
+
+        if target_name != "out_proj" or not (_is_merging() or calls_out_proj(model)):
+            refuse(peft_config, model, target_name)
+
+    tuners_utils._check_lora_target_modules_mamba = check
+
+
+def untie_adapted_embeddings(tuners_utils: ModuleType) -> None:
+    """Let a merged Mamba compute what its adapters did, with one on the embeddings too.
+
+    The head shares their weight, and has no part in the adapter. PEFT unties the two in models
+    whose embeddings are called ``embed_tokens``, and adds the adapter to Mamba's head as well.
+    """
+    unload = tuners_utils.BaseTuner._unload_and_optionally_merge
+
+    @functools.wraps(unload)
+    def unload_untied(self, merge: bool = True, *args, **kwargs) -> nn.Module:
+        from xtuner_mamba.model.lora import untie_head
+
+        if merge:
+            untie_head(self.model)
+        return unload(self, merge, *args, **kwargs)
+
+    tuners_utils.BaseTuner._unload_and_optionally_merge = unload_untied
+
+
+def _is_merging() -> bool:
+    """Whether this process is ``xtuner convert merge``."""
+    return Path(sys.argv[0]).parts[-2:] == ("model_converters", "merge.py")

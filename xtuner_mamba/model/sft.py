@@ -6,10 +6,10 @@ import torch
 from mmengine import print_log
 from torch import Tensor, nn
 from xtuner.model import SupervisedFinetune
-from xtuner.model.utils import find_all_linear_names
 
 from xtuner_mamba.layout import current_layout, current_mean_targets
-from xtuner_mamba.model.dispatch import DISPATCH_TABLE, dispatch_packed, token_mixers
+from xtuner_mamba.model.dispatch import dispatch_packed
+from xtuner_mamba.model.lora import default_targets
 from xtuner_mamba.model.loss import packed_loss
 
 KEEP_FLOAT32 = ("A_log", "D")
@@ -66,8 +66,11 @@ class PackedSupervisedFinetune(SupervisedFinetune):
             llm.config.use_cache = False
         else:
             dtype = llm_cfg.get("torch_dtype")
-            if not use_varlen_attn or "quantization_config" in llm_cfg or dtype == "auto":
+            if not use_varlen_attn or dtype == "auto":
                 dtype = None
+            elif llm_cfg.get("quantization_config") is not None:
+                # of what stays unquantised, which PEFT brings to float32 after it was rounded
+                llm_cfg["torch_dtype"], dtype = torch.float32, None
             else:
                 # loaded in full and rounded here: A_log and D must never have been rounded
                 llm_cfg.pop("torch_dtype", None)
@@ -80,13 +83,15 @@ class PackedSupervisedFinetune(SupervisedFinetune):
         return llm
 
     def _prepare_for_lora(self, *args, **kwargs) -> None:
-        has_mamba = not set(DISPATCH_TABLE).isdisjoint(token_mixers(self.llm))
-        if has_mamba and self.lora.target_modules is None:
-            # PEFT refuses out_proj of a Mamba, whose weight mamba_ssm's kernels read
-            names = set(find_all_linear_names(self.llm)) - {"out_proj"}
-            self.lora.target_modules = sorted(names)
-            print_log(f"LoRA on {sorted(names)}; PEFT takes no out_proj of a Mamba", "current")
+        if self.lora.target_modules is None:
+            self.lora.target_modules = default_targets(self.llm)
+            print_log(f"LoRA on {self.lora.target_modules}", "current")
+        # PEFT brings all that is not in 4 bits to float32, which frozen weights gain nothing from
+        dtypes = [(parameter, parameter.dtype) for parameter in self.llm.parameters()]
         super()._prepare_for_lora(*args, **kwargs)
+        for parameter, dtype in dtypes:
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
 
     def forward(self, data: dict, data_samples=None, mode: str = "loss"):
         """Run XTuner's forward, under ``autocast_dtype`` if there is one."""

@@ -1,0 +1,47 @@
+"""Which layers of a Mamba a LoRA may adapt, and what a merge must not do to the others."""
+
+from torch import nn
+
+from xtuner_mamba.model.dispatch import DISPATCH_TABLE, token_mixers
+
+
+def default_targets(llm: nn.Module) -> list[str]:
+    """Name the layers that XTuner adapts unless told otherwise: all linear ones but the head.
+
+    ``out_proj`` is left out of a Mamba that is not dispatched, where PEFT refuses it.
+    """
+    from xtuner.model.utils import find_all_linear_names
+
+    names = set(find_all_linear_names(llm))
+    if not (calls_out_proj(llm) or set(DISPATCH_TABLE).isdisjoint(token_mixers(llm))):
+        names.discard("out_proj")
+    return sorted(names)
+
+
+def calls_out_proj(model: nn.Module) -> bool:
+    """Tell whether every mixer with an ``out_proj`` has a dispatched forward, which calls it."""
+    mixers = [
+        (name, mixer)
+        for name, found in token_mixers(model).items()
+        for mixer in found
+        if hasattr(mixer, "out_proj")
+    ]
+    return bool(mixers) and all(_is_dispatched(name, mixer) for name, mixer in mixers)
+
+
+def untie_head(model: nn.Module) -> None:
+    """Give a Mamba's head a weight of its own, if an adapter is about to change the embeddings'."""
+    if set(DISPATCH_TABLE).isdisjoint(token_mixers(model)):
+        return
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if hasattr(embeddings, "base_layer") and isinstance(head, nn.Linear):
+        weight = head.weight
+        if weight is embeddings.base_layer.weight:
+            head.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+
+
+def _is_dispatched(name: str, mixer: nn.Module) -> bool:
+    forward = getattr(mixer.__dict__.get("forward"), "func", None)
+    return forward is not None and DISPATCH_TABLE.get(name) == (
+        f"{forward.__module__}:{forward.__name__}"
+    )
