@@ -5,15 +5,18 @@ from xtuner_mamba.ops.causal_conv1d import ConvWithStates, causal_conv1d
 from xtuner_mamba.ops.linear_cross_entropy import linear_cross_entropy
 from xtuner_mamba.ops.rms_norm import NormWithResidual, rms_norm
 from xtuner_mamba.ops.selective_scan import ScanWithStates, backward_follows, selective_scan
+from xtuner_mamba.ops.ssd import SsdWithStates, ssd
 
 __all__ = [
     "ConvWithStates",
     "NormWithResidual",
     "ScanWithStates",
+    "SsdWithStates",
     "attention",
     "backward_follows",
     "causal_conv1d",
     "linear_cross_entropy",
     "rms_norm",
     "selective_scan",
+    "ssd",
 ]

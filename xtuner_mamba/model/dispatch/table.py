@@ -15,6 +15,9 @@ DISPATCH_TABLE = {
     "JambaMambaMixer": "xtuner_mamba.model.dispatch.mamba:mamba_mixer_forward",
     "ZambaMambaMixer": "xtuner_mamba.model.dispatch.mamba:mamba_mixer_forward",
     "Mamba": "xtuner_mamba.model.dispatch.mamba:mamba_ssm_mixer_forward",
+    "Mamba2Mixer": "xtuner_mamba.model.dispatch.mamba2:mamba2_mixer_forward",
+    "BambaMixer": "xtuner_mamba.model.dispatch.mamba2:mamba2_mixer_forward",
+    "Mamba2": "xtuner_mamba.model.dispatch.mamba2:mamba2_ssm_mixer_forward",
 }
 """Mixer class name to ``module:function``, a forward that keeps documents apart."""
 
@@ -34,6 +37,9 @@ _OPTIONS = {
     "JambaMambaMixer": ("recompute", "checkpointed_by"),
     "ZambaMambaMixer": ("recompute", "checkpointed_by"),
     "Mamba": ("recompute", "checkpointed_by"),
+    "Mamba2Mixer": ("recompute", "checkpointed_by"),
+    "BambaMixer": ("recompute", "checkpointed_by"),
+    "Mamba2": ("recompute", "checkpointed_by"),
     "MambaBlock": ("fuse_norm",),
     "MambaRMSNorm": ("fuse_norm",),
     "FalconMambaBlock": ("fuse_norm",),

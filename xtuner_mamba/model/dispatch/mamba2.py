@@ -1,0 +1,128 @@
+"""Forward of the Mamba-2 mixers over packed documents.
+
+Replaces that of ``Mamba2Mixer`` and ``BambaMixer`` of transformers 4.48, and that of mamba_ssm's
+``Mamba2``. The projection *modules* are called, not their weights, so that a LoRA or a quantised
+layer in their place acts.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xtuner_mamba.model.dispatch.cached_rows import CachedRows, refuse_cache_with_packs
+from xtuner_mamba.model.dispatch.mamba import convolve, mix_documents
+from xtuner_mamba.ops import ssd
+
+
+def mamba2_mixer_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    cache_params=None,
+    cache_position: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    recompute: bool | None = False,
+    checkpointed_by: Sequence[nn.Module] = (),
+) -> Tensor:
+    """Mix the tokens of every document on its own, ``(batch, seqlen, hidden)`` in and out.
+
+    Without a cache the published layout says where documents start; with one (generation) every
+    row is a document that the cache continues. ``recompute`` and ``checkpointed_by`` are bound by
+    ``dispatch_packed``.
+
+    Raises:
+        RuntimeError: No layout, one of another batch, or both a layout and a cache.
+    """
+    if cache_params is not None:
+        rows = CachedRows(self, cache_params, cache_position, attention_mask)
+        return _mix(self, self.in_proj(rows.mask(hidden_states)), rows=rows)
+    return mix_documents(_mix, self, hidden_states, attention_mask, recompute, checkpointed_by)
+
+
+def mamba2_ssm_mixer_forward(
+    self: nn.Module, u: Tensor, inference_params=None, **options
+) -> Tensor:
+    """Mix the tokens of every document on its own, in mamba_ssm's ``Mamba2``.
+
+    As :func:`mamba2_mixer_forward`; generation is left to mamba_ssm.
+    """
+    if inference_params is None:
+        return mamba2_mixer_forward(self, u, **options)
+    refuse_cache_with_packs()
+    return type(self).forward(self, u, inference_params=inference_params)
+
+
+class _Sizes(NamedTuple):
+    dim: int
+    headdim: int
+    ngroups: int
+    dstate: int
+    dt_limit: tuple[float, float]
+
+
+def _sizes(self: nn.Module) -> _Sizes:
+    if type(self).__name__ == "Mamba2":
+        return _Sizes(self.d_ssm, self.headdim, self.ngroups, self.d_state, self.dt_limit)
+    dim = self.num_heads * self.head_dim
+    return _Sizes(dim, self.head_dim, self.n_groups, self.ssm_state_size, self.time_step_limit)
+
+
+def _mix(
+    self: nn.Module,
+    projected: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    rows: CachedRows | None = None,
+) -> Tensor:
+    size = _sizes(self)
+    nheads, conv_dim = size.dim // size.headdim, size.dim + 2 * size.ngroups * size.dstate
+    # mamba_ssm may leave some channels to a gate alone
+    gated_dim = (projected.shape[-1] - size.dim - conv_dim - nheads) // 2
+    gate, gated, z, xBC, dt = projected.split(
+        [gated_dim, gated_dim, size.dim, conv_dim, nheads], dim=-1
+    )
+    xBC = convolve(self, xBC, cu_seqlens=cu_seqlens, rows=rows)
+    x, B, C = xBC.split([size.dim, *2 * [size.ngroups * size.dstate]], dim=-1)
+    y = ssd(
+        x.unflatten(-1, (nheads, size.headdim)),
+        dt,
+        -torch.exp(self.A_log.to(torch.promote_types(x.dtype, torch.float32))),
+        B.unflatten(-1, (size.ngroups, size.dstate)),
+        C.unflatten(-1, (size.ngroups, size.dstate)),
+        # one a head, or one a channel
+        D=self.D if len(self.D) == nheads else self.D.view(nheads, size.headdim),
+        dt_bias=self.dt_bias,
+        dt_softplus=True,
+        dt_limit=tuple(size.dt_limit),
+        cu_seqlens=cu_seqlens,
+        initial_states=None if rows is None else rows.ssm_states,
+        return_final_states=rows is not None,
+    )
+    if rows is not None:
+        y, final_states = y
+        rows.ssm_states.copy_(final_states)
+    y = _gate_and_norm(self, y.flatten(2), z)
+    if gated_dim:
+        y = torch.cat([F.silu(gate) * gated, y], dim=-1)
+    return self.out_proj(y)
+
+
+def _gate_and_norm(self: nn.Module, y: Tensor, z: Tensor) -> Tensor:
+    """Gate and norm ``(batch, seqlen, dim)``, rounded once."""
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    wide, gate = y.to(dtype), F.silu(z.to(dtype))
+    if type(self).__name__ != "Mamba2":
+        eps, groups, norm_first = self.norm.variance_epsilon, 1, False
+    elif self.rmsnorm:
+        eps, groups, norm_first = self.norm.eps, self.ngroups, self.norm_before_gate
+    else:
+        return (wide * gate).to(y.dtype)
+    if not norm_first:
+        wide = wide * gate
+    wide = wide.unflatten(-1, (groups, -1))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    wide = wide.flatten(2) * self.norm.weight.to(dtype)
+    return (wide * gate if norm_first else wide).to(y.dtype)

@@ -1,0 +1,3 @@
+from xtuner_mamba.ops.ssd.api import SsdWithStates, ssd
+
+__all__ = ["SsdWithStates", "ssd"]

@@ -1,0 +1,67 @@
+"""State space duality over packed documents in plain PyTorch, a chunk of tokens at a time."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid, chunk_size_for
+
+
+def ssd_reference(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+    initial_states: Tensor | None, cu_seqlens: Tensor, chunk_size: int | None,
+    *, return_final_states: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """See :func:`xtuner_mamba.ops.ssd`; rows are laid end to end, step sizes are final.
+
+    In the equations c counts chunks, t and s their tokens, g groups, h heads of a group, p
+    channels, n states. A chunk holds one document's tokens, so that nothing needs a mask.
+    """
+    out_dtype, dtype = x.dtype, A.dtype
+    grid = ChunkGrid.from_cu_seqlens(cu_seqlens, chunk_size or chunk_size_for(cu_seqlens, 1, 64))
+    heads = (B.shape[1], -1)
+    x = x.to(dtype)
+    dt_c = grid.scatter(dt).unflatten(2, heads)
+    dtx_c = dt_c[..., None] * grid.scatter(x).unflatten(2, heads)
+    B_c, C_c = (grid.scatter(t.to(dtype)) for t in (B, C))
+    log_decay = dt_c * A.unflatten(0, heads)
+
+    between = torch.exp(_sums_between(log_decay.movedim(1, -1)))
+    since_start = torch.exp(log_decay.cumsum(1))
+    CB = torch.einsum("ctgn,csgn->cgts", C_c, B_c)
+    y = torch.einsum("cghts,csghp->ctghp", CB[:, :, None] * between, dtx_c)
+    to_end = between[..., -1, :].movedim(-1, 1)
+    added = torch.einsum("csghp,csgn->cghpn", to_end[..., None] * dtx_c, B_c)
+
+    before, final_states = [], []
+    decays = since_start[:, -1, :, :, None, None].unbind()
+    for chunk, (decay, new) in enumerate(zip(decays, added.unbind())):
+        owner = grid.owners[chunk]
+        if chunk == 0 or owner != grid.owners[chunk - 1]:
+            h = torch.zeros_like(new)
+            if initial_states is not None:
+                h = initial_states[owner].to(dtype).unflatten(0, heads)
+        before.append(h)
+        h = decay * h + new
+        if chunk + 1 == len(decays) or owner != grid.owners[chunk + 1]:
+            final_states.append(h.flatten(0, 1))
+    from_before = torch.einsum("ctgn,cghpn->ctghp", C_c, torch.stack(before))
+    y = y + since_start[..., None] * from_before
+
+    y = grid.gather(y).flatten(1, 2)
+    if D is not None:
+        y = y + D.to(dtype).view(len(D), -1) * x
+    if z is not None:
+        y = y * F.silu(z.to(dtype))
+    return y.to(out_dtype), torch.stack(final_states) if return_final_states else None
+
+
+def _sums_between(t: Tensor) -> Tensor:
+    """Sum what comes after s up to t, ``[..., t, s]``, with -inf where s comes after t.
+
+    Not as differences of sums from the start, which would lose digits.
+    """
+    size = t.shape[-1]
+    causal = torch.ones(size, size, dtype=torch.bool, device=t.device).tril()
+    summands = t[..., None].expand(*t.shape, size).masked_fill(~causal.tril(-1), 0)
+    return summands.cumsum(-2).masked_fill(~causal, -torch.inf)
