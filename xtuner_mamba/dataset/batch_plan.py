@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 from mmengine.dist import get_rank, get_world_size, sync_random_seed
+from mmengine.logging import print_log
 from torch.utils.data import ConcatDataset
+
+from xtuner_mamba.dataset.curriculum import LengthCurriculum
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,28 @@ class BatchPlan:
     """Int64, ``(num_batches + 1,)``."""
     steps: np.ndarray
     """The order of the steps, int64, ``(num_steps,)``."""
+
+    def reorder(
+        self, curriculum: LengthCurriculum, epoch: int, lengths: np.ndarray, num_replicas: int
+    ) -> "BatchPlan":
+        """Put the steps into the order of a curriculum.
+
+        Args:
+            curriculum: Says which lengths may come when.
+            epoch: Counts from 0.
+            lengths: Tokens of each document, ``(num_documents,)``.
+            num_replicas: Batches of a step.
+        """
+        longest = np.maximum.reduceat(lengths[self.documents], self.offsets[:-1])
+        longest = longest.reshape(-1, num_replicas).max(axis=1)[self.steps]
+        order, num_early = curriculum.order(longest, epoch)
+        if num_early:
+            print_log(
+                f"curriculum: {num_early:,} of {len(order):,} steps of epoch {epoch} come early, "
+                "since no shorter ones are left",
+                logger="current",
+            )
+        return BatchPlan(self.documents, self.offsets, self.steps[order])
 
     def of_rank(self, rank: int, num_replicas: int) -> Iterator[list[int]]:
         """Iterate over the batches that one rank trains on."""

@@ -9,6 +9,7 @@ from mmengine.registry import DATA_SAMPLERS
 from torch.utils.data import Sampler
 
 from xtuner_mamba.dataset.batch_plan import BatchPlan, resolve_inputs
+from xtuner_mamba.dataset.curriculum import LengthCurriculum
 
 # noise on lengths before they are sorted, as a share of the boundary: batch mates are alike, and
 # others every epoch
@@ -96,6 +97,8 @@ class BucketBatchSampler(Sampler[list[int]]):
                 f"got {counts.tolist()} documents where {step_sizes.tolist()} are needed; set "
                 "drop_last=False, or lower tokens_per_batch"
             )
+        self.curriculum: LengthCurriculum | None = None
+        """What ``LengthCurriculumHook`` sets."""
         # MMEngine's loop tells the epoch to batch_sampler.sampler
         self.sampler, self.epoch = self, 0
         # rows of a batch, which MMEngine asks for on behalf of DeepSpeed
@@ -107,7 +110,10 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # drawn now: the epoch changes while a loader still fetches
-        return self._draw(self.epoch).of_rank(self.rank, self.num_replicas)
+        plan = self._draw(self.epoch)
+        if self.curriculum is not None:
+            plan = plan.reorder(self.curriculum, self.epoch, self.lengths, self.num_replicas)
+        return plan.of_rank(self.rank, self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose what the next iteration draws."""

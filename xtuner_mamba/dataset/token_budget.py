@@ -8,6 +8,7 @@ from mmengine.registry import DATA_SAMPLERS
 from torch.utils.data import Sampler
 
 from xtuner_mamba.dataset.batch_plan import BatchPlan, resolve_inputs
+from xtuner_mamba.dataset.curriculum import LengthCurriculum
 
 # batches an epoch may have above the first, so that all have as many
 _SPARE = 0.003
@@ -74,6 +75,8 @@ class TokenBudgetBatchSampler(Sampler[list[int]]):
         first = self._fill(self._rng(0), window)[1]
         most = min(int(len(first) * (1 + _SPARE)), len(self.lengths)) if shuffle else len(first)
         self._num_steps = -(-most // self.num_replicas)
+        self.curriculum: LengthCurriculum | None = None
+        """What ``LengthCurriculumHook`` sets."""
         # MMEngine's loop tells the epoch to batch_sampler.sampler
         self.sampler, self.epoch = self, 0
         # rows of a batch, which MMEngine asks for on behalf of DeepSpeed
@@ -84,7 +87,10 @@ class TokenBudgetBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # drawn now: the epoch changes while a loader still fetches
-        return self._draw(self.epoch).of_rank(self.rank, self.num_replicas)
+        plan = self._draw(self.epoch)
+        if self.curriculum is not None:
+            plan = plan.reorder(self.curriculum, self.epoch, self.lengths, self.num_replicas)
+        return plan.of_rank(self.rank, self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose what the next iteration draws."""
