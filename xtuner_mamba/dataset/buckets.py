@@ -9,6 +9,7 @@ from mmengine.registry import DATA_SAMPLERS
 from torch.utils.data import Sampler
 
 from xtuner_mamba.dataset.batch_plan import BatchPlan, resolve_inputs
+from xtuner_mamba.dataset.batch_sizes import choose_batch_sizes
 from xtuner_mamba.dataset.curriculum import LengthCurriculum
 
 # noise on lengths before they are sorted, as a share of the boundary: batch mates are alike, and
@@ -44,6 +45,8 @@ class BucketBatchSampler(Sampler[list[int]]):
             than its steps have ranks, some come twice.
         num_replicas: Data-parallel ranks; the process group's by default.
         rank: Of this process among them.
+        batch_sizes: Documents of a full batch of each bucket, in place of ``tokens_per_batch``: a
+            number a boundary, or the file that ``xtuner-mamba probe-batch`` writes.
         sampler: MMEngine's; see above.
         batch_size: MMEngine's; must be 1.
 
@@ -63,6 +66,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         num_replicas: int | None = None,
         rank: int | None = None,
         *,
+        batch_sizes: Sequence[int] | str | None = None,
         sampler: Any = None,
         batch_size: int | None = None,
     ) -> None:
@@ -84,7 +88,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         self.shuffle, self.sampling, self.drop_last = shuffle, sampling, drop_last
         self.boundaries = check_boundaries(boundaries)
         """Int64, ``(num_buckets,)``."""
-        self.batch_sizes = np.maximum(tokens_per_batch // self.boundaries, 1)
+        self.batch_sizes = choose_batch_sizes(self.boundaries, tokens_per_batch, batch_sizes)
         """Documents of a full batch of each bucket, int64, ``(num_buckets,)``."""
         bucket_of = assign_buckets(self.lengths, self.boundaries)
         self._members = [np.flatnonzero(bucket_of == b) for b in range(len(self.boundaries))]
@@ -95,7 +99,7 @@ class BucketBatchSampler(Sampler[list[int]]):
             raise ValueError(
                 f"a bucket must fill a batch on each of {self.num_replicas} ranks with drop_last, "
                 f"got {counts.tolist()} documents where {step_sizes.tolist()} are needed; set "
-                "drop_last=False, or lower tokens_per_batch"
+                "drop_last=False, or use smaller batches"
             )
         self.curriculum: LengthCurriculum | None = None
         """What ``LengthCurriculumHook`` sets."""

@@ -39,6 +39,7 @@ prompt_template = PROMPT_TEMPLATE.default
 boundaries = [128, 256, 512, 1024, 2048]
 max_length = boundaries[-1]  # longer conversations are split
 tokens_per_batch = 16_000  # places of a batch: 125 conversations of 128 tokens, or 7 of 2,048
+batch_sizes = None  # or "batch_sizes.yaml": what `xtuner-mamba probe-batch` found to fit here
 sampling = "natural"  # or "sqrt_tokens": long and short ones seen more evenly; or "stratified"
 
 # Scheduler & Optimizer
@@ -103,6 +104,7 @@ train_dataloader = dict(
         type=BucketBatchSampler,
         boundaries=boundaries,
         tokens_per_batch=tokens_per_batch,
+        batch_sizes=batch_sizes,
         sampling=sampling,
     ),
     collate_fn=dict(type=padded_collate_fn, use_varlen_attn=use_varlen_attn),

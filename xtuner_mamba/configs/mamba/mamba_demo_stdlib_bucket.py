@@ -41,6 +41,7 @@ data_files = "demo/corpus/*.jsonl"
 boundaries = [64, 128, 256, 512, 1024, 2048]
 max_length = boundaries[-1]  # longer documents are split
 tokens_per_batch = 2048  # places of a batch: 32 documents of 64 tokens, or one of 2,048
+batch_sizes = None  # or "batch_sizes.yaml": what `xtuner-mamba probe-batch` found to fit here
 sampling = "natural"  # or "sqrt_tokens": long and short ones seen more evenly; or "stratified"
 
 # Scheduler & Optimizer
@@ -101,6 +102,7 @@ train_dataloader = dict(
         type=BucketBatchSampler,
         boundaries=boundaries,
         tokens_per_batch=tokens_per_batch,
+        batch_sizes=batch_sizes,
         sampling=sampling,
     ),
     collate_fn=dict(type=padded_collate_fn, use_varlen_attn=use_varlen_attn),
