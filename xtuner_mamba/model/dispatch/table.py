@@ -21,6 +21,40 @@ DISPATCH_TABLE = {
 }
 """Mixer class name to ``module:function``, a forward that keeps documents apart."""
 
+_ATTENTION = "xtuner_mamba.model.dispatch.attention"
+_ROTARY_FAMILIES = (
+    "Bamba",
+    "Cohere",
+    "Gemma",
+    "Gemma2",
+    "Llama",
+    "Mistral",
+    "Mixtral",
+    "Phi3",
+    "Qwen2",
+    "Starcoder2",
+)
+DISPATCH_TABLE |= {
+    f"{family}Attention": f"{_ATTENTION}:attention_forward"
+    for family in (*_ROTARY_FAMILIES, "Zamba")
+}
+DISPATCH_TABLE |= {
+    f"{family}{kind}": f"{_ATTENTION}:older_attention_forward"
+    for family in ("Jamba", "Qwen2Moe")
+    for kind in ("Attention", "SdpaAttention", "FlashAttention2")
+}
+
+DECODER_TABLE = {
+    f"{family}Model": f"{_ATTENTION}:decoder_forward"
+    for family in (*_ROTARY_FAMILIES, "Jamba", "Qwen2Moe", "Zamba")
+}
+"""Class name to ``module:function``: models that give their attention layers positions and mask."""
+
+_ROTARY_TABLE = {
+    f"{family}RotaryEmbedding": f"{_ATTENTION}:rotary_forward"
+    for family in (*_ROTARY_FAMILIES, "Qwen2Moe")
+}
+
 FUSED_TABLE = {
     "MambaBlock": "xtuner_mamba.model.dispatch.mamba_lm:mamba_block_forward",
     "MambaRMSNorm": "xtuner_mamba.model.dispatch.mamba_lm:mamba_norm_forward",
@@ -103,7 +137,7 @@ def dispatch_packed(
 
     Raises:
         RuntimeError: The model has no token mixer that is known here, or one that nothing keeps
-            apart, which would leak between documents.
+            apart, which would leak between documents; or its attention drops weights.
     """
     found = token_mixers(model)
     leaking = sorted(set(found) - set(DISPATCH_TABLE) - set(also_covered))
@@ -119,6 +153,7 @@ def dispatch_packed(
             f"{type(model).__name__} must have a layer of {sorted(DISPATCH_TABLE)}, got only "
             f"{seen}; nothing was dispatched, so packed documents would leak"
         )
+    _check_attention(model)
     options = {
         "fuse_norm": fuse_norm,
         "recompute": recompute,
@@ -142,9 +177,30 @@ def dispatch_packed(
     return Dispatched(dict(counts), tuple(previous))
 
 
+def _check_attention(model: nn.Module) -> None:
+    """Check that our attention layers get their positions, and that none drops weights."""
+    inside = {
+        layer
+        for decoder in model.modules()
+        if type(decoder).__name__ in DECODER_TABLE
+        for layer in decoder.modules()
+    }
+    for module in model.modules():
+        name = type(module).__name__
+        if not DISPATCH_TABLE.get(name, "").startswith(_ATTENTION):
+            continue
+        if module not in inside:
+            raise RuntimeError(
+                f"every {name} must be inside one of {sorted(DECODER_TABLE)}, which tell it where "
+                f"in its document a token stands, got one outside in {type(model).__name__}"
+            )
+        import_module(_ATTENTION).refuse_dropout(module, module.attention_dropout)
+
+
 def _forward_for(module: nn.Module, options: dict[str, object]) -> partial | None:
     name = type(module).__name__
-    path = DISPATCH_TABLE.get(name) or FUSED_TABLE.get(name)
+    tables = (DISPATCH_TABLE, FUSED_TABLE, DECODER_TABLE, _ROTARY_TABLE)
+    path = next((table[name] for table in tables if name in table), None)
     if path is None:
         return None
     module_name, function_name = path.split(":")

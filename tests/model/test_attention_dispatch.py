@@ -1,0 +1,419 @@
+"""Attention families on packs against transformers' own eager forward on each document alone."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_families import FAMILIES, VOCAB, make
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import modeling_flash_attention_utils
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from xtuner_mamba.layout import PackedLayout
+from xtuner_mamba.model import dispatch_packed
+from xtuner_mamba.model.dispatch import attention as dispatched_attention
+from xtuner_mamba.model.loss import packed_token_loss
+from xtuner_mamba.testing import relative_rms
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# one token, the window of 4 and one over it, neighbours of one token
+LENGTHS = [5, 13, 1, 4, 1, 9]
+# experts are products of the tokens that chose them: what others choose moves the last bits
+EXPERTS = {"Mixtral", "Qwen2-MoE"}
+
+
+def build(builder, dtype=torch.float64) -> nn.Module:
+    """Build a model whose every parameter matters."""
+    torch.manual_seed(0)
+    model = builder()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.to(DEVICE, dtype)
+
+
+def make_tokens(lengths=LENGTHS, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (1, sum(lengths)), generator=draw).to(DEVICE)
+
+
+def run_packed(model, tokens, lengths=LENGTHS, **kwargs):
+    with PackedLayout.from_lengths(lengths).to(DEVICE).published():
+        return model(tokens, **kwargs).logits
+
+
+def run_alone(model, tokens, lengths=LENGTHS):
+    return torch.cat([model(part).logits for part in tokens.split(lengths, dim=1)], dim=1)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def test_logits_and_gradients_equal_transformers_on_each_document_alone(family):
+    packed, alone = (build(FAMILIES[family]) for _ in range(2))
+    tokens = make_tokens()
+    dispatch_packed(packed)
+    exact = run_alone(alone, tokens)
+    logits = run_packed(packed, tokens)
+    # transformers rounds norms and probabilities to float32
+    assert relative_rms(logits, exact) < 1e-6
+    assert relative_rms(alone(tokens).logits, exact) > 1e-2, "these documents would show no leak"
+
+    layout = PackedLayout.from_lengths(LENGTHS).to(DEVICE)
+    with layout.published():
+        packed_token_loss(packed(tokens).logits, tokens, layout).backward()
+    targets = sum(length - 1 for length in LENGTHS)
+    parts = [part for part in tokens.split(LENGTHS, dim=1) if part.shape[1] > 1]
+    total = sum(
+        F.cross_entropy(alone(part).logits[0, :-1], part[0, 1:], reduction="sum") for part in parts
+    )
+    (total / targets).backward()
+    exact = dict(alone.named_parameters())
+    for name, parameter in packed.named_parameters():
+        if exact[name].grad is not None:
+            assert relative_rms(parameter.grad, exact[name].grad) < 1e-6, name
+    assert sum(p.grad is not None and p.grad.any().item() for p in exact.values()) > 0.8 * len(
+        exact
+    )
+
+
+def test_a_document_changes_no_bit_of_the_others(family):
+    model = build(FAMILIES[family], torch.float32)
+    dispatch_packed(model)
+    layout = PackedLayout.from_lengths(LENGTHS).to(DEVICE)
+    others = layout.seq_idx[0] != 1
+    labels = make_tokens().masked_fill(~others, -100)
+
+    def logits_and_gradient(embeds):
+        embeds = embeds.clone().requires_grad_()
+        with layout.published():
+            logits = model(inputs_embeds=embeds).logits
+            packed_token_loss(logits, labels, layout).backward()
+        return logits.detach(), embeds.grad
+
+    embeds = model.get_input_embeddings()(make_tokens()).detach()
+    before = logits_and_gradient(embeds)
+    for value in (0.5, float("nan")):
+        after = logits_and_gradient(embeds.masked_fill(~others[:, None], value))
+        for old, new in zip(before, after):
+            old, new = old[:, others], new[:, others]
+            assert old.abs().max() > 0
+            if family in EXPERTS:
+                assert relative_rms(new, old) < 1e-6
+            else:
+                assert torch.equal(new, old)
+        assert not torch.equal(before[0][:, ~others], after[0][:, ~others])
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Note the most numbers that an operation has made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+def test_no_square_of_the_row_is_made(family):
+    model = build(FAMILIES[family], torch.float32)
+    lengths = [20] * 30
+    tokens = make_tokens(lengths)
+    with _LargestTensor() as seen, torch.no_grad():
+        model(tokens)
+    assert seen.numel >= tokens.numel() ** 2, "transformers makes one"
+    dispatch_packed(model)
+    with _LargestTensor() as seen, torch.no_grad():
+        run_packed(model, tokens, lengths)
+    assert seen.numel < tokens.numel() ** 2 / 4
+
+
+def test_positions_are_those_in_the_documents(family):
+    model = build(FAMILIES[family], torch.float32)
+    dispatch_packed(model)
+    positions = []
+    model.model.rotary_emb.register_forward_pre_hook(lambda module, args: positions.append(args[1]))
+    tokens = make_tokens()
+    logits = run_packed(model, tokens)
+    layout = PackedLayout.from_lengths(LENGTHS).to(DEVICE)
+    assert torch.equal(positions[0], layout.positions)
+    # given with the batch, as XTuner's are
+    assert torch.equal(run_packed(model, tokens, position_ids=layout.positions), logits)
+    assert not torch.equal(run_packed(model, tokens, position_ids=layout.positions + 1), logits)
+    assert torch.equal(positions[2], layout.positions + 1)
+
+
+def test_rows_of_packs_equal_the_same_documents_in_one_row(family):
+    model = build(FAMILIES[family])
+    dispatch_packed(model)
+    lengths = [3, 4, 1, 6]
+    tokens = make_tokens(lengths)
+    rows = run_packed(model, tokens.view(2, 7), lengths).view(1, 14, VOCAB)
+    torch.testing.assert_close(rows, run_packed(model, tokens, lengths), rtol=0, atol=1e-12)
+
+
+def test_the_implementation_that_transformers_would_use_is_of_no_matter(family):
+    builder = FAMILIES[family]
+    eager, sdpa = build(builder), build(lambda: builder(implementation="sdpa"))
+    for model in (eager, sdpa):
+        dispatch_packed(model)
+    tokens = make_tokens()
+    assert torch.equal(run_packed(eager, tokens), run_packed(sdpa, tokens))
+    # and is left as it was
+    assert [m.config._attn_implementation for m in (eager, sdpa)] == ["eager", "sdpa"]
+
+
+def test_generation_with_a_cache_is_transformers_own(family):
+    model = build(FAMILIES[family], torch.float32).eval()
+    theirs = copy.deepcopy(model)
+    dispatched = dispatch_packed(model)
+    tokens = make_tokens([7])
+    assert torch.equal(generate(model, tokens), generate(theirs, tokens))
+    assert len(dispatched.counts) == 1
+    dispatched.undo()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def generate(model, tokens):
+    scores = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=4,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=0,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    ).logits
+    return torch.cat(scores)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen2-MoE"])
+def test_activation_checkpointing_changes_no_bit(name, use_reentrant):
+    plain, checkpointed = (build(FAMILIES[name], torch.float32).train() for _ in range(2))
+    checkpointed.enable_input_require_grads()
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    tokens, layout = make_tokens(), PackedLayout.from_lengths(LENGTHS).to(DEVICE)
+    for model in (plain, checkpointed):
+        dispatch_packed(model)
+        with layout.published():
+            packed_token_loss(model(tokens).logits, tokens, layout).backward()
+    for (name, parameter), other in zip(plain.named_parameters(), checkpointed.parameters()):
+        assert (parameter.grad is None and other.grad is None) or torch.equal(
+            parameter.grad, other.grad
+        ), name
+
+
+def test_lora_acts_and_learns():
+    model = build(FAMILIES["Llama"], torch.float32)
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], r=2))
+    dispatch_packed(model)
+    tokens = make_tokens()
+    before = run_packed(model, tokens)
+    before.sum().backward()
+    adapters = {n: p for n, p in model.named_parameters() if "lora_B" in n}
+    assert len(adapters) == 4
+    for parameter in adapters.values():
+        assert parameter.grad.abs().max() > 0
+        parameter.data.normal_()
+    assert not torch.equal(run_packed(model, tokens), before)
+
+
+def test_autocast_reaches_attention_in_its_dtype(monkeypatch):
+    dtypes, attention = [], dispatched_attention.attention
+
+    def spy(q, k, v, **kwargs):
+        dtypes.append({t.dtype for t in (q, k, v)})
+        return attention(q, k, v, **kwargs)
+
+    monkeypatch.setattr(dispatched_attention, "attention", spy)
+    model = build(FAMILIES["Llama"], torch.float32)
+    dispatch_packed(model)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        run_packed(model, make_tokens())
+    assert dtypes == [{torch.bfloat16}] * 2
+
+
+# -- windows and rotary embeddings that depend on the length --------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["Mistral", "Mixtral", "Qwen2-MoE", "Gemma2", "Phi-3", "Starcoder2"]
+)
+def test_a_window_one_token_wider_would_be_noticed(name):
+    narrow = build(FAMILIES[name])
+    wide = build(lambda: FAMILIES[name](sliding_window=5))
+    tokens = make_tokens()
+    assert relative_rms(run_alone(wide, tokens), run_alone(narrow, tokens)) > 1e-3
+
+
+def test_qwen2_has_a_window_in_its_upper_layers(monkeypatch):
+    windows, attention = [], dispatched_attention.attention
+
+    def spy(*args, sliding_window, **kwargs):
+        windows.append(sliding_window)
+        return attention(*args, sliding_window=sliding_window, **kwargs)
+
+    monkeypatch.setattr(dispatched_attention, "attention", spy)
+    model = build(
+        lambda: FAMILIES["Qwen2"](use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    )
+    dispatch_packed(model)
+    run_packed(model, make_tokens())
+    assert windows == [None, 4]
+
+
+SCALINGS = {
+    "dynamic": dict(
+        model_type="llama", max_position_embeddings=8, rope_scaling=dict(type="dynamic", factor=4.0)
+    ),
+    "longrope": dict(
+        model_type="phi3",
+        max_position_embeddings=32,
+        original_max_position_embeddings=8,
+        rope_scaling=dict(type="longrope", short_factor=[1.0, 1.1], long_factor=[2.0, 9.0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("settings", SCALINGS.values(), ids=SCALINGS)
+def test_a_long_document_does_not_change_the_rotary_embedding_of_a_short_one(settings):
+    tokens = make_tokens()
+    packed = build(lambda: make(**settings))
+    dispatch_packed(packed)
+    # every document by a model that has seen no other
+    parts = tokens.split(LENGTHS, dim=1)
+    exact = torch.cat([build(lambda: make(**settings))(part).logits for part in parts], dim=1)
+    for _ in range(2):
+        assert relative_rms(run_packed(packed, tokens), exact) < 1e-6
+    stock = type(packed.model.rotary_emb).forward
+    packed.model.rotary_emb.forward = stock.__get__(packed.model.rotary_emb)
+    assert relative_rms(run_packed(packed, tokens), exact) > 1e-4
+
+
+# -- XTuner's own path ----------------------------------------------------------------------------
+
+
+def full_causal(q, k, v, dropout, softmax_scale, causal, **kwargs):
+    """Do what ``flash_attn.flash_attn_func`` documents, ``(batch, seqlen, heads, headdim)``."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    assert causal
+    y = F.scaled_dot_product_attention(q, k, v, scale=softmax_scale, is_causal=True)
+    return y.transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward"),
+    [
+        ("Llama", "llama:llama_attn_forward"),
+        ("Mistral", "mistral:mistral_attn_forward"),
+        ("Qwen2", "qwen2:qwen2_attn_forward"),
+    ],
+)
+def test_the_path_of_xtuner_leaks_where_ours_does_not(monkeypatch, name, forward):
+    """Once this fails, XTuner has mended its own."""
+    module, function = forward.split(":")
+    package = "xtuner.model.modules.dispatch"
+    stock = getattr(__import__(f"{package}.{module}", fromlist=[function]), function)
+    installed = {"flash_attn_func": full_causal, "_flash_supports_window_size": True}
+    for attribute, value in installed.items():
+        monkeypatch.setattr(modeling_flash_attention_utils, attribute, value, raising=False)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    builder = FAMILIES[name]
+    settings = {"sliding_window": None} if name == "Mistral" else {}
+    ours, theirs, alone = (build(lambda: builder(**settings)) for _ in range(3))
+    dispatch_packed(ours)
+    theirs.config._attn_implementation = "flash_attention_2"
+    for module in theirs.modules():
+        if type(module).__name__.endswith("Attention"):
+            module.forward = stock.__get__(module)
+    tokens = make_tokens()
+    exact = run_alone(alone, tokens)
+    positions = PackedLayout.from_lengths(LENGTHS).to(DEVICE).positions
+    assert relative_rms(run_packed(ours, tokens, position_ids=positions), exact) < 1e-6
+    assert relative_rms(run_packed(theirs, tokens, position_ids=positions), exact) > 1e-2
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama():
+    model = build(FAMILIES["Llama"], torch.float32)
+    dispatch_packed(model)
+    return model
+
+
+def test_training_without_a_layout_is_refused_even_if_the_config_has_a_cache(llama):
+    llama.config.use_cache = True
+    with pytest.raises(RuntimeError, match=r"before 1 x 4 tokens reach .* got none"):
+        llama.train()(make_tokens([4]))
+
+
+def test_evaluation_without_a_layout_and_a_cache_is_refused(llama):
+    with pytest.raises(RuntimeError, match=r"before 1 x 4 tokens reach .* got none"):
+        llama.eval()(make_tokens([4]))
+
+
+def test_a_layer_alone_without_a_layout_is_refused(llama):
+    x = torch.randn(1, 4, 16, device=DEVICE)
+    rotary = llama.model.rotary_emb(x, torch.arange(4, device=DEVICE)[None])
+    with pytest.raises(RuntimeError, match=r"before 1 x 4 tokens reach .* got none"):
+        llama.model.layers[0].self_attn(x, position_embeddings=rotary, attention_mask=None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"use_cache": True}, "use_cache must be False"),
+        ({"output_attentions": True}, "output_attentions must be False .* got True"),
+        ({"attention_mask": torch.ones(1, 4)}, r"attention_mask must be None .* \(1, 4\)"),
+    ],
+    ids=["cache", "weights", "mask"],
+)
+def test_what_a_pack_has_no_place_for_is_refused(llama, arguments, told):
+    with pytest.raises(RuntimeError, match=told):
+        run_packed(llama, make_tokens([4]), [3, 1], **arguments)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2-MoE"])
+def test_a_mask_for_a_layer_is_refused(name):
+    model = build(FAMILIES[name], torch.float32)
+    dispatch_packed(model)
+    x = torch.randn(1, 4, 16, device=DEVICE)
+    rotary = model.model.rotary_emb(x, torch.arange(4, device=DEVICE)[None])
+    mask = torch.zeros(1, 1, 4, 4, device=DEVICE)
+    layer = model.model.layers[0].self_attn
+    with (
+        PackedLayout.from_lengths([3, 1]).to(DEVICE).published(),
+        pytest.raises(RuntimeError, match=r"must be None .* \(1, 1, 4, 4\)"),
+    ):
+        layer(x, position_embeddings=rotary, attention_mask=mask)
+
+
+def test_a_layout_of_another_batch_is_refused(llama):
+    with pytest.raises(RuntimeError, match=r"1 x 4 tokens, got 2 documents with 5 tokens"):
+        run_packed(llama, make_tokens([4]), [2, 3])
+
+
+def test_dropped_weights_are_refused_before_training():
+    model = build(lambda: FAMILIES["Llama"](attention_dropout=0.1))
+    with pytest.raises(RuntimeError, match=r"of LlamaAttention must be 0 .* got 0.1; load"):
+        dispatch_packed(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_attention_outside_a_known_decoder_is_refused():
+    config = make("llama").config
+    model = nn.Sequential(LlamaAttention(config, 0))
+    with pytest.raises(RuntimeError, match=r"every LlamaAttention must .* outside in Sequential"):
+        dispatch_packed(model)
