@@ -1,5 +1,6 @@
 """What both batch samplers promise: ranks in step, exact length, replay, an order of each epoch."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch.utils.data import ConcatDataset
 
 from xtuner_mamba.dataset import BucketBatchSampler, TokenBudgetBatchSampler, batch_plan
 from xtuner_mamba.dataset.batch_plan import BatchPlan
+from xtuner_mamba.dataset.buckets import check_bucket_arguments
+from xtuner_mamba.dataset.token_budget import check_budget_arguments
 
 BOUNDARIES = [4, 8, 20]
 BUDGET = 24
@@ -237,5 +240,43 @@ def test_what_cannot_be_met_is_refused(make, lengths, options, message):
 
 @pytest.mark.parametrize("make", [TokenBudgetBatchSampler, BucketBatchSampler])
 def test_a_budget_of_nothing_is_refused(make):
-    with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
-        make([3], tokens_per_batch=0)
+    for value in (0, 2.5, "16k"):
+        with pytest.raises(ValueError, match=f"tokens_per_batch must be .* 1, got {value!r}"):
+            make([3], tokens_per_batch=value)
+    with pytest.raises(ValueError, match="seed must be an integer of at least 0, got -1"):
+        make([3], seed=-1)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        # a row of a bucket takes as many places as its boundary
+        (lambda budget: BucketBatchSampler([3, 9, 7], [4, 8, 20], budget), "1 of 3 .* up to 20"),
+        (lambda budget: TokenBudgetBatchSampler([3, 9, 7], budget), "1 of 3 .* up to 9"),
+    ],
+    ids=["buckets", "rolling"],
+)
+def test_documents_that_exceed_the_budget_are_counted(monkeypatch, make, expected):
+    lines = []
+    monkeypatch.setattr(batch_plan, "print_log", lambda line, **_: lines.append(line))
+    make(20)
+    assert lines == []
+    make(8)
+    assert re.search(f"tokens_per_batch=8 is exceeded by {expected} places", lines[0])
+
+
+@pytest.mark.parametrize(
+    ("check", "arguments", "message"),
+    [
+        (check_bucket_arguments, dict(boundries=[4]), "got 'boundries'; write 'boundaries'"),
+        (check_bucket_arguments, dict(boundaries=[8, 4]), r"rising .*, got \[8, 4\]; "),
+        (check_bucket_arguments, dict(boundaries=[4], sampling="sqrt"), "got 'sqrt'"),
+        (check_bucket_arguments, dict(boundaries=[4], drop_last="no"), "drop_last .* got 'no'"),
+        (check_budget_arguments, dict(window=0), "window .* 1, got 0"),
+        (check_budget_arguments, dict(tokens_per_batch="16k"), "tokens_per_batch .* got '16k'"),
+        (check_budget_arguments, dict(boundaries=[4]), "got 'boundaries'; it has lengths, tokens"),
+    ],
+)
+def test_arguments_are_checked_without_a_dataset(check, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check(arguments)

@@ -192,9 +192,12 @@ def test_the_log_says_what_a_bucket_holds(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(boundaries=[]), r"positive, rising and not empty, got \[\]; `xtuner-mamba lengths`"),
+        (dict(boundaries=[]), r"positive integers, rising and not empty, got \[\]; `xtuner-mamba lengths`"),
         (dict(boundaries=[8, 8, 20]), r"got \[8, 8, 20\]"),
         (dict(boundaries=[0, 20]), r"got \[0, 20\]"),
+        (dict(boundaries=[4, 20.5]), r"got \[4, 20.5\]; "),
+        (dict(boundaries="20"), "got '20'; "),
+        (dict(shuffle="False"), "shuffle must be True or False, got 'False'"),
         (dict(boundaries=[4, 8]), r"got 8 for 19 tokens in document 1 \(2 are longer\)"),
         (dict(sampling="uniform"), "'sqrt_tokens' or 'stratified', got 'uniform'"),
     ],

@@ -95,5 +95,5 @@ def test_the_largest_batches_are_halved(sizes, wanted, expected):
 
 
 def test_a_window_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="window must be an integer of at least 1, got 0"):
         TokenBudgetBatchSampler([3], window=0)

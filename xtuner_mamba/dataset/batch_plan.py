@@ -1,5 +1,6 @@
 """Batches of an epoch, and what a batch sampler is told about the run that it is in."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from mmengine.dist import get_rank, get_world_size, sync_random_seed
 from mmengine.logging import print_log
 from torch.utils.data import ConcatDataset
 
+from xtuner_mamba.dataset.arguments import check_integer
 from xtuner_mamba.dataset.curriculum import LengthCurriculum
 
 
@@ -69,6 +71,22 @@ class SamplerInputs:
     rank: int
 
 
+def check_inputs(*, tokens_per_batch: int, seed: int | None, batch_size: int | None) -> None:
+    """Check what is known before there is a dataset.
+
+    Raises:
+        ValueError: A value cannot be met.
+    """
+    if batch_size not in (None, 1):
+        raise ValueError(
+            f"batch_size must be 1 beside a batch_sampler, got {batch_size}; batches are filled to "
+            f"tokens_per_batch={tokens_per_batch}"
+        )
+    check_integer("tokens_per_batch", tokens_per_batch, 1)
+    if seed is not None:
+        check_integer("seed", seed, 0)
+
+
 def resolve_inputs(
     lengths: Sequence[int] | None,
     *,
@@ -93,13 +111,7 @@ def resolve_inputs(
     Raises:
         ValueError: A value cannot be met, or there are no lengths.
     """
-    if batch_size not in (None, 1):
-        raise ValueError(
-            f"batch_size must be 1 beside a batch_sampler, got {batch_size}; batches are filled to "
-            f"tokens_per_batch={tokens_per_batch}"
-        )
-    if tokens_per_batch < 1:
-        raise ValueError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
+    check_inputs(tokens_per_batch=tokens_per_batch, seed=seed, batch_size=batch_size)
     if lengths is None:
         lengths = lengths_of(getattr(sampler, "dataset", None))
     lengths = np.asarray(lengths, dtype=np.int64)
@@ -124,6 +136,23 @@ def resolve_inputs(
         num_replicas=num_replicas,
         rank=rank,
     )
+
+
+def warn_of_long_documents(places: np.ndarray, tokens_per_batch: int) -> None:
+    """Say how many documents exceed the budget, each in a batch of its own.
+
+    Args:
+        places: What a row of each document takes, ``(num_documents,)``.
+        tokens_per_batch: Places of a batch.
+    """
+    if num_over := int((places > tokens_per_batch).sum()):
+        print_log(
+            f"tokens_per_batch={tokens_per_batch:,} is exceeded by {num_over:,} of "
+            f"{len(places):,} documents, whose rows take up to {places.max():,} places, each in a "
+            "batch of its own; raise it, or lower max_length and the last boundary",
+            logger="current",
+            level=logging.WARNING,
+        )
 
 
 def lengths_of(dataset: Any) -> np.ndarray:

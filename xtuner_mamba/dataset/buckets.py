@@ -1,6 +1,6 @@
 """Batches of documents of like length, padded to a boundary: what they hold and when they come."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -8,7 +8,13 @@ from mmengine.logging import print_log
 from mmengine.registry import DATA_SAMPLERS
 from torch.utils.data import Sampler
 
-from xtuner_mamba.dataset.batch_plan import BatchPlan, resolve_inputs
+from xtuner_mamba.dataset.arguments import bind_arguments, check_choice
+from xtuner_mamba.dataset.batch_plan import (
+    BatchPlan,
+    check_inputs,
+    resolve_inputs,
+    warn_of_long_documents,
+)
 from xtuner_mamba.dataset.batch_sizes import choose_batch_sizes
 from xtuner_mamba.dataset.curriculum import LengthCurriculum
 
@@ -70,10 +76,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         sampler: Any = None,
         batch_size: int | None = None,
     ) -> None:
-        if sampling not in ("natural", "sqrt_tokens", "stratified"):
-            raise ValueError(
-                f"sampling must be 'natural', 'sqrt_tokens' or 'stratified', got {sampling!r}"
-            )
+        _check_options(shuffle=shuffle, sampling=sampling, drop_last=drop_last)
         inputs = resolve_inputs(
             lengths,
             tokens_per_batch=tokens_per_batch,
@@ -93,6 +96,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         bucket_of = assign_buckets(self.lengths, self.boundaries)
         self._members = [np.flatnonzero(bucket_of == b) for b in range(len(self.boundaries))]
         counts = np.bincount(bucket_of, minlength=len(self.boundaries))
+        warn_of_long_documents(self.boundaries[bucket_of], tokens_per_batch)
         step_sizes = self.batch_sizes * self.num_replicas
         self._num_steps = counts // step_sizes if drop_last else -(-counts // step_sizes)
         if not self._num_steps.any():
@@ -198,6 +202,27 @@ class BucketBatchSampler(Sampler[list[int]]):
         )
 
 
+def check_bucket_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of :class:`BucketBatchSampler`, before there is a dataset.
+
+    Args:
+        arguments: By name, as a config has them.
+
+    Raises:
+        ValueError: One is unknown, or cannot be met.
+    """
+    values = bind_arguments(BucketBatchSampler, arguments)
+    check_boundaries(values["boundaries"])
+    check_inputs(**{name: values[name] for name in ("tokens_per_batch", "seed", "batch_size")})
+    _check_options(**{name: values[name] for name in ("shuffle", "sampling", "drop_last")})
+
+
+def _check_options(*, shuffle: bool, sampling: str, drop_last: bool) -> None:
+    check_choice("sampling", sampling, ("natural", "sqrt_tokens", "stratified"))
+    check_choice("shuffle", shuffle, (True, False))
+    check_choice("drop_last", drop_last, (True, False))
+
+
 def assign_buckets(lengths: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
     """Return the bucket of each document: the first whose boundary holds it.
 
@@ -240,10 +265,12 @@ def check_boundaries(boundaries: Sequence[int]) -> np.ndarray:
     Raises:
         ValueError: There are none, or they do not rise from 1 or more.
     """
-    array = np.asarray(boundaries, dtype=np.int64)
-    if not len(array) or (np.diff(array, prepend=0) < 1).any():
+    # not int64 at once, which makes 2 of 2.5
+    array = np.asarray(boundaries)
+    is_list = array.ndim == 1 and array.size and np.issubdtype(array.dtype, np.integer)
+    if not is_list or (np.diff(array, prepend=0) < 1).any():
         raise ValueError(
-            f"boundaries must be positive, rising and not empty, got {list(boundaries)}; "
+            f"boundaries must be positive integers, rising and not empty, got {boundaries!r}; "
             "`xtuner-mamba lengths` finds those with the least padding"
         )
-    return array
+    return array.astype(np.int64)

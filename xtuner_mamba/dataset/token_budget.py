@@ -1,13 +1,19 @@
 """Batches whose padded size comes close to a budget, filled from a rolling window."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from mmengine.registry import DATA_SAMPLERS
 from torch.utils.data import Sampler
 
-from xtuner_mamba.dataset.batch_plan import BatchPlan, resolve_inputs
+from xtuner_mamba.dataset.arguments import bind_arguments, check_choice, check_integer
+from xtuner_mamba.dataset.batch_plan import (
+    BatchPlan,
+    check_inputs,
+    resolve_inputs,
+    warn_of_long_documents,
+)
 from xtuner_mamba.dataset.curriculum import LengthCurriculum
 
 # batches an epoch may have above the first, so that all have as many
@@ -58,8 +64,7 @@ class TokenBudgetBatchSampler(Sampler[list[int]]):
         sampler: Any = None,
         batch_size: int | None = None,
     ) -> None:
-        if window < 1:
-            raise ValueError(f"window must be at least 1, got {window}")
+        _check_options(window=window, shuffle=shuffle)
         inputs = resolve_inputs(
             lengths,
             tokens_per_batch=tokens_per_batch,
@@ -72,6 +77,7 @@ class TokenBudgetBatchSampler(Sampler[list[int]]):
         self.lengths, self.seed = inputs.lengths, inputs.seed
         self.num_replicas, self.rank = inputs.num_replicas, inputs.rank
         self.tokens_per_batch, self.window, self.shuffle = tokens_per_batch, window, shuffle
+        warn_of_long_documents(self.lengths, tokens_per_batch)
         first = self._fill(self._rng(0), window)[1]
         most = min(int(len(first) * (1 + _SPARE)), len(self.lengths)) if shuffle else len(first)
         self._num_steps = -(-most // self.num_replicas)
@@ -120,6 +126,25 @@ class TokenBudgetBatchSampler(Sampler[list[int]]):
         if self.shuffle:
             order = rng.permutation(order)
         return fill_batches(self.lengths, order, self.tokens_per_batch, window)
+
+
+def check_budget_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of :class:`TokenBudgetBatchSampler`, before there is a dataset.
+
+    Args:
+        arguments: By name, as a config has them.
+
+    Raises:
+        ValueError: One is unknown, or cannot be met.
+    """
+    values = bind_arguments(TokenBudgetBatchSampler, arguments)
+    check_inputs(**{name: values[name] for name in ("tokens_per_batch", "seed", "batch_size")})
+    _check_options(window=values["window"], shuffle=values["shuffle"])
+
+
+def _check_options(*, window: int, shuffle: bool) -> None:
+    check_integer("window", window, 1)
+    check_choice("shuffle", shuffle, (True, False))
 
 
 def fill_batches(
