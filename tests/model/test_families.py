@@ -1,0 +1,138 @@
+"""Every family on packs against the same model on each document alone: one table for all."""
+
+import copy
+
+import pytest
+import torch
+from attention_families import FAMILIES as ATTENTION_FAMILIES
+from family_proof import (
+    LENGTHS,
+    InFloat64,
+    dispatched,
+    draw_tokens,
+    make,
+    prove,
+    run_alone,
+    run_packed,
+)
+from mixer_families import FAMILIES as MIXER_FAMILIES
+from mixer_families import make_bamba, make_mamba2
+from mixer_oracles import mamba2_token_by_token
+
+from xtuner_mamba.layout import PackedLayout
+from xtuner_mamba.model import dispatch_packed
+from xtuner_mamba.model.dispatch import token_mixers
+from xtuner_mamba.testing import relative_rms
+
+FAMILIES = MIXER_FAMILIES | ATTENTION_FAMILIES
+LAYOUT = PackedLayout.from_lengths(LENGTHS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_equals_alone_and_documents_are_isolated(name):
+    proof = prove(FAMILIES[name])
+    assert proof.logits_error < 1e-12
+    assert proof.gradient_error < 1e-12
+    assert proof.leak > 1e-3, "these documents would not show a leak"
+    assert set(proof.layers) == set(token_mixers(FAMILIES[name]()))
+    # which experts get how many rows depends on all documents, and rounds a product's last bits
+    assert proof.changed <= (1e-6 if proof.has_experts else 0)
+
+
+@pytest.mark.parametrize("build", [make_mamba2, make_bamba])
+def test_groups_of_heads(build):
+    """Against a recurrence: transformers' own PyTorch gives the heads of a group away in turn."""
+    alone = make(lambda: build(n_groups=2), torch.float64)
+    packed, _ = dispatched(alone)
+    tokens = draw_tokens(alone.config.vocab_size)
+    with InFloat64():
+        theirs, _ = run_alone(alone, tokens)
+        for mixers in token_mixers(alone).values():
+            for mixer in mixers:
+                if hasattr(mixer, "A_log"):
+                    mixer.forward = mamba2_token_by_token.__get__(mixer)
+        expected, gradients = run_alone(alone, tokens)
+        logits, actual = run_packed(packed, tokens, LAYOUT)
+    assert relative_rms(logits, expected) < 1e-12
+    assert actual.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert relative_rms(actual[name], gradient) < 1e-12, name
+    assert relative_rms(theirs, expected) > 1e-3
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", MIXER_FAMILIES)
+def test_activation_checkpointing_changes_no_bit(name, use_reentrant):
+    plain, _ = dispatched(make(MIXER_FAMILIES[name], torch.float32).train())
+    checkpointed = copy.deepcopy(plain)
+    checkpointed.enable_input_require_grads()
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    tokens = draw_tokens(plain.config.vocab_size)
+    _, expected = run_packed(plain, tokens, LAYOUT)
+    _, actual = run_packed(checkpointed, tokens, LAYOUT)
+    assert actual.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        assert torch.equal(actual[parameter], gradient), parameter
+
+
+@pytest.mark.parametrize("name", MIXER_FAMILIES)
+def test_recomputing_and_fused_norms_change_nothing(name):
+    model = make(MIXER_FAMILIES[name], torch.float32).train()
+    plain, fused = (copy.deepcopy(model) for _ in range(2))
+    dispatch_packed(plain, fuse_norm=False, recompute=False)
+    dispatch_packed(fused, fuse_norm=True, recompute=True)
+    tokens = draw_tokens(model.config.vocab_size)
+    _, expected = run_packed(plain, tokens, LAYOUT)
+    _, actual = run_packed(fused, tokens, LAYOUT)
+    assert actual.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        assert relative_rms(actual[parameter], gradient) < 1e-4, parameter
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_dispatched_model_is_saved_as_transformers_saves_it(name, tmp_path):
+    model = make(FAMILIES[name], torch.float32)
+    packed, _ = dispatched(model)
+    assert packed.state_dict().keys() == model.state_dict().keys()
+    packed.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager")
+    tokens = draw_tokens(model.config.vocab_size)
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("prompt", [1, 3, 11])
+@pytest.mark.parametrize("name", MIXER_FAMILIES)
+def test_generation_with_a_cache_equals_running_the_whole_row_again(name, prompt):
+    model = make(MIXER_FAMILIES[name], torch.float32)
+    packed, _ = dispatched(model)
+    tokens = draw_tokens(model.config.vocab_size)[:, :prompt]
+    output = generate(packed, tokens)
+    whole = model(output.sequences).logits[0, prompt - 1 : -1]
+    torch.testing.assert_close(torch.cat(output.logits), whole, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", MIXER_FAMILIES)
+def test_generation_respects_left_padding(name):
+    packed, _ = dispatched(make(MIXER_FAMILIES[name], torch.float32))
+    tokens = draw_tokens(packed.config.vocab_size)[:, :6]
+    padded = torch.cat([torch.full((1, 3), 7), tokens], dim=1)
+    mask = (torch.arange(9) >= 3).long()[None]
+    alone = torch.cat(generate(packed, tokens).logits)
+    actual = torch.cat(generate(packed, padded, mask).logits)
+    torch.testing.assert_close(actual, alone, rtol=1e-3, atol=1e-3)
+    leaking = torch.cat(generate(packed, padded).logits)
+    assert relative_rms(leaking, alone) > 1e-2
+
+
+def generate(model, tokens, attention_mask=None):
+    return model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens) if attention_mask is None else attention_mask,
+        max_new_tokens=5,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=0,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
