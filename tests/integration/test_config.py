@@ -11,6 +11,7 @@ from transformers import GPT2Config, LlamaConfig, MambaConfig
 from xtuner_mamba.integration import config_rewrites, deepspeed
 from xtuner_mamba.integration.config_checks import ConfigError, check_packed_training, type_name
 from xtuner_mamba.integration.train import CheckCfg
+from xtuner_mamba.model.dispatch import DISPATCH_TABLE
 
 TEMPLATE = "mamba_130m_full_alpaca_e3_varlen"
 STOCK = "llama3_8b_full_alpaca_e3"
@@ -172,6 +173,8 @@ def test_model_without_a_varlen_path_is_named(
     template, args, tmp_path, monkeypatch, config, message
 ):
     monkeypatch.setattr("xtuner.model.modules.dispatch.SUPPORT_FLASH2", False)
+    # stands for a model that XTuner alone has a path for
+    monkeypatch.delitem(DISPATCH_TABLE, "LlamaAttention")
     config.save_pretrained(tmp_path / "other")
     template.model.llm.pretrained_model_name_or_path = str(tmp_path / "other")
     with pytest.raises(ConfigError, match=message):
@@ -182,6 +185,7 @@ def test_model_without_a_varlen_path_is_named(
 
 def test_model_of_xtuner_with_flash_attn_is_its_business(template, args, tmp_path, monkeypatch):
     monkeypatch.setattr("xtuner.model.modules.dispatch.SUPPORT_FLASH2", True)
+    monkeypatch.delitem(DISPATCH_TABLE, "LlamaAttention")
     config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2)
     config.save_pretrained(tmp_path / "other")
     template.model.llm.pretrained_model_name_or_path = str(tmp_path / "other")

@@ -13,8 +13,14 @@ from mmengine.config.lazy import LazyObject
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MambaConfig, MambaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from xtuner_mamba import integration
 from xtuner_mamba.integration import PATCHES
@@ -149,13 +155,24 @@ def test_mamba_needs_no_flash_attn(dispatch):
     assert "forward" in vars(model.backbone.layers[1].mixer)
 
 
-def test_attention_of_xtuner_without_flash_attn_is_refused(dispatch):
+def test_attention_that_only_xtuner_keeps_apart_is_refused_without_flash_attn(dispatch):
     dispatch.SUPPORT_FLASH2 = False
-    config = LlamaConfig(hidden_size=8, num_attention_heads=2)
-    model = nn.Sequential(make_mamba(), LlamaAttention(config, 0))
-    with pytest.raises(RuntimeError, match=r"flash-attn must .* \['LlamaAttention'\]"):
+    model = nn.Sequential(make_mamba(), FirstAttention())
+    with pytest.raises(RuntimeError, match=r"flash-attn must .* \['FirstAttention'\]"):
         dispatch.dispatch_varlen_attn_forward(model)
     assert "forward" not in vars(model[0].backbone.layers[0].mixer)
+
+
+@pytest.mark.parametrize("with_flash_attn", [True, False])
+def test_attention_of_llama_is_ours_with_and_without_flash_attn(dispatch, with_flash_attn):
+    dispatch.SUPPORT_FLASH2 = with_flash_attn
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    dispatch.dispatch_varlen_attn_forward(model)
+    forward = model.model.layers[0].self_attn.forward
+    assert forward.func.__module__ == "xtuner_mamba.model.dispatch.attention"
 
 
 @pytest.mark.parametrize("also", [[], [FirstAttention()]], ids=["alone", "beside-known-ones"])

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import modeling_flash_attention_utils
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama import modeling_llama
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.model import dispatch_packed
@@ -412,8 +412,38 @@ def test_dropped_weights_are_refused_before_training():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_a_class_of_the_same_name_is_not_taken_for_that_of_transformers():
+    class MixtralAttention(nn.Module):
+        attention_dropout = 0.0
+
+        def forward(self, hidden_states):
+            return hidden_states.flip(1), None
+
+    model = build(FAMILIES["Mixtral"])
+    model.model.layers[1].self_attn = MixtralAttention()
+    with pytest.raises(RuntimeError, match=r"MixtralAttention must .* got that of [a-z.]*test_attention_"):
+        dispatch_packed(model)
+
+
+def test_internlm3_is_a_llama_by_another_name():
+    """Its code is on the Hub; of what it defines, only biases differ from a Llama."""
+    names = ("LlamaAttention", "LlamaModel", "LlamaRotaryEmbedding")
+    renamed = {
+        name: type(name.replace("Llama", "InternLM3"), (getattr(modeling_llama, name),), {})
+        for name in names
+    }
+    scaling = dict(max_position_embeddings=8, rope_scaling=dict(type="dynamic", factor=6.0))
+    llama, internlm = (build(lambda: make("llama", **scaling)) for _ in range(2))
+    for module in internlm.modules():
+        module.__class__ = renamed.get(type(module).__name__, type(module))
+    assert dispatch_packed(internlm).counts == {"InternLM3Attention": 2}
+    dispatch_packed(llama)
+    tokens = make_tokens()
+    assert torch.equal(run_packed(internlm, tokens), run_packed(llama, tokens))
+
+
 def test_attention_outside_a_known_decoder_is_refused():
     config = make("llama").config
-    model = nn.Sequential(LlamaAttention(config, 0))
+    model = nn.Sequential(modeling_llama.LlamaAttention(config, 0))
     with pytest.raises(RuntimeError, match=r"every LlamaAttention must .* outside in Sequential"):
         dispatch_packed(model)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MambaConfig, MambaForCausalLM
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.model import dispatch_packed
@@ -78,16 +78,17 @@ def test_a_dispatched_model_survives_pickling(model, tmp_path):
 
 
 def test_attention_without_a_varlen_path_is_refused_by_name():
-    config = LlamaConfig(
+    config = GPTNeoXConfig(
         vocab_size=20,
         hidden_size=8,
         intermediate_size=8,
         num_hidden_layers=1,
         num_attention_heads=2,
     )
-    llama = LlamaForCausalLM(config)
-    with pytest.raises(RuntimeError, match=r"LlamaForCausalLM .* got none for \['LlamaAttention'"):
-        dispatch_packed(llama)
+    with pytest.raises(
+        RuntimeError, match=r"GPTNeoXForCausalLM .* none for \['GPTNeoX\w*Attention'"
+    ):
+        dispatch_packed(GPTNeoXForCausalLM(config))
 
 
 def test_a_hybrid_is_refused_unless_its_other_half_is_covered(model):

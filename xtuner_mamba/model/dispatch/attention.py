@@ -5,6 +5,7 @@ attention function from ``ALL_ATTENTION_FUNCTIONS``, where ours has an entry; th
 (Jamba, Qwen2-MoE) get a forward that calls it.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -57,7 +58,7 @@ def packed_attention(
     Raises:
         RuntimeError: No layout, or one of another batch; or what must not be is.
     """
-    refuse_dropout(module, dropout)
+    _refuse_dropout(module, dropout)
     if attention_mask is not None:
         _refuse_mask(attention_mask)
     if output_attentions:
@@ -194,15 +195,27 @@ def rotary_forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Te
     return tuple(torch.cat(part, dim=1).view(*position_ids.shape, -1) for part in zip(*parts))
 
 
-def refuse_dropout(module: nn.Module, dropout: float) -> None:
-    """Check that a layer drops no attention weights, which no kernel does reproducibly.
+def check_attention(layer: nn.Module) -> None:
+    """Check that one of these forwards fits an attention layer, which was found by its name.
 
     Raises:
-        RuntimeError: It does.
+        RuntimeError: It is other code of the same name, or it drops weights.
     """
+    own = type(layer)
+    is_newer = "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(own.forward).__code__.co_names
+    if not is_newer and not own.__module__.startswith("transformers.models."):
+        raise RuntimeError(
+            f"{own.__name__} must be that of transformers, or take its attention function from "
+            f"ALL_ATTENTION_FUNCTIONS, got that of {own.__module__}; load the model without "
+            "trust_remote_code, or train with use_varlen_attn=False"
+        )
+    _refuse_dropout(layer, layer.attention_dropout)
+
+
+def _refuse_dropout(layer: nn.Module, dropout: float) -> None:
     if dropout:
         raise RuntimeError(
-            f"attention_dropout of {type(module).__name__} must be 0 with packed documents, got "
+            f"attention_dropout of {type(layer).__name__} must be 0 with packed documents, got "
             f"{dropout}; load the model with attention_dropout=0.0"
         )
 

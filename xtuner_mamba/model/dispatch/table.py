@@ -27,6 +27,7 @@ _ROTARY_FAMILIES = (
     "Cohere",
     "Gemma",
     "Gemma2",
+    "InternLM3",
     "Llama",
     "Mistral",
     "Mixtral",
@@ -137,7 +138,7 @@ def dispatch_packed(
 
     Raises:
         RuntimeError: The model has no token mixer that is known here, or one that nothing keeps
-            apart, which would leak between documents; or its attention drops weights.
+            apart, which would leak between documents; or attention that is unlike its name.
     """
     found = token_mixers(model)
     leaking = sorted(set(found) - set(DISPATCH_TABLE) - set(also_covered))
@@ -178,7 +179,7 @@ def dispatch_packed(
 
 
 def _check_attention(model: nn.Module) -> None:
-    """Check that our attention layers get their positions, and that none drops weights."""
+    """Check that our attention layers get their positions, and are the code that we know."""
     inside = {
         layer
         for decoder in model.modules()
@@ -194,7 +195,7 @@ def _check_attention(model: nn.Module) -> None:
                 f"every {name} must be inside one of {sorted(DECODER_TABLE)}, which tell it where "
                 f"in its document a token stands, got one outside in {type(model).__name__}"
             )
-        import_module(_ATTENTION).refuse_dropout(module, module.attention_dropout)
+        import_module(_ATTENTION).check_attention(module)
 
 
 def _forward_for(module: nn.Module, options: dict[str, object]) -> partial | None:
