@@ -276,11 +276,40 @@ def test_config_that_a_run_has_dumped_trains_again(template, args, logged, monke
 
 def test_other_trainings_than_sft_are_left_as_they_are(stock, args, logged, monkeypatch):
     monkeypatch.setattr("xtuner.utils.device.get_device_name", lambda: "cuda")
-    stock.model.type = "xtuner.model.dpo.DPO"
+    stock.model.type = "xtuner.model.LLaVAModel"
     before = stock.to_dict()
     run_check(stock, args)
     assert stock.to_dict() == before
     assert logged == []
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        ("internlm2_chat_1_8b_dpo_full_varlenattn", "PackedDPO"),
+        ("internlm2_chat_1_8b_orpo_full_varlenattn", "PackedORPO"),
+        ("internlm2_chat_1_8b_reward_full_varlenattn_ultrafeedback", "PackedRewardModel"),
+    ],
+)
+def test_preference_config_of_xtuner_gets_our_parts(
+    write_config, tiny, args, monkeypatch, config, model
+):
+    monkeypatch.setattr("xtuner.utils.device.get_device_name", lambda: "cuda")
+    cfg = Config.fromfile(write_config(config, pretrained_model_name_or_path=str(tiny / "model")))
+    run_check(cfg, args)
+    loader = cfg.train_dataloader
+    parts = [cfg.model, loader.dataset, loader.collate_fn]
+    assert [type_name(part) for part in parts] == [
+        model,
+        "process_preference_dataset",
+        "preference_packed_collate_fn",
+    ]
+    assert "PackedLayoutHook" in map(type_name, cfg.custom_hooks)
+    assert loader.dataset.too_long == "drop"
+    # and now its arguments are ours to check
+    loader.dataset.is_reference = True
+    with pytest.raises(SystemExit, match="unexpected keyword argument 'is_reference'; they are"):
+        run_check(cfg, args)
 
 
 def test_groups_that_the_user_chose_are_kept(stock, args, logged, monkeypatch):

@@ -8,6 +8,11 @@ from xtuner_mamba.dataset.packed_dataset import PackedDataset
 from xtuner_mamba.dataset.packer import VarlenPacker
 from xtuner_mamba.dataset.padded_collate import padded_collate_fn
 from xtuner_mamba.dataset.plan import plan_best_fit, plan_wrap
+from xtuner_mamba.dataset.preference import (
+    PreferencePacks,
+    preference_packed_collate_fn,
+    process_preference_dataset,
+)
 from xtuner_mamba.dataset.process import process_packed_dataset
 from xtuner_mamba.dataset.report import PackingReport
 from xtuner_mamba.dataset.samplers import RedrawSampler
@@ -18,6 +23,7 @@ __all__ = [
     "DocumentDataset",
     "PackedDataset",
     "PackingReport",
+    "PreferencePacks",
     "RedrawSampler",
     "TokenBudgetBatchSampler",
     "VarlenPacker",
@@ -26,6 +32,8 @@ __all__ = [
     "padded_collate_fn",
     "plan_best_fit",
     "plan_wrap",
+    "preference_packed_collate_fn",
     "process_document_dataset",
     "process_packed_dataset",
+    "process_preference_dataset",
 ]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch.distributed
 from mmengine.dist import get_rank, is_distributed
+from torch.utils.data import Dataset
 from xtuner.dataset.huggingface import tokenize_dataset
 from xtuner.dataset.utils import get_bos_eos_token_ids
 from xtuner.registry import BUILDER
@@ -119,7 +120,7 @@ def process_packed_dataset(
             draw = np.random.default_rng(seed)
             numbers = draw.choice(len(rows), max_dataset_length, replace=False)
             rows = rows.select(numbers)
-        num_proc = _num_proc(map_num_proc, len(rows))
+        num_proc = num_processes(map_num_proc, len(rows))
         rows = map_rows(
             rows,
             numbers,
@@ -148,7 +149,7 @@ def process_packed_dataset(
             seed=seed if shuffle_before_pack else None,
         )
 
-    return _on_rank_zero(build)
+    return on_rank_zero(build)
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -218,15 +219,15 @@ def _build_tokenizer(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _num_proc(wanted: int | None, num_rows: int) -> int | None:
+def num_processes(wanted: int | None, num_rows: int) -> int | None:
+    """Decide how many processes map so many rows, ``None`` for this one alone."""
     if wanted is None:
         wanted = min(_MAX_NUM_PROC, os.cpu_count() or 1)
     num_proc = min(wanted, num_rows)
-    # one process is this one, without a pool
     return num_proc if num_proc > 1 else None
 
 
-def _on_rank_zero(build: Callable[[], PackedDataset]) -> PackedDataset:
+def on_rank_zero(build: Callable[[], Dataset]) -> Dataset:
     """Build on rank 0 and hand the result, or what went wrong, to the others."""
     if not is_distributed():
         return build()

@@ -70,6 +70,12 @@ class TokenWindows:
         self.tokens = 0
         while self.tokens < self._tokens_per_step:
             batch = next(self._batches)
+            if "num_pairs" in data_of_batch(batch):
+                raise ValueError(
+                    f"tokens_per_step must count target tokens, got {self._tokens_per_step} for "
+                    "packs of pairs, whose loss is a mean over pairs; use AmpOptimWrapper with "
+                    "accumulative_counts"
+                )
             window.append(batch)
             count = torch.tensor(count_targets(data_of_batch(batch)))
             if self._group is not None:
@@ -88,7 +94,9 @@ class TokenWindows:
 
 
 def count_targets(data: dict) -> int:
-    """Count the target tokens of a micro-batch."""
+    """Count what the loss of a micro-batch is the mean over: target tokens, or pairs of answers."""
+    if "num_pairs" in data:
+        return data["num_pairs"]
     return int((layout_of_batch(data).targets(data["labels"]) != IGNORE_INDEX).sum())
 
 

@@ -12,6 +12,7 @@ from mmengine.utils import get_object_from_string
 from torch import nn
 
 from xtuner_mamba.dataset.document_dataset import check_document_arguments
+from xtuner_mamba.dataset.preference import check_preference_arguments
 from xtuner_mamba.dataset.process import check_arguments
 from xtuner_mamba.dataset.sources import check_source
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE, token_mixers
@@ -225,10 +226,12 @@ def _check_datasets(cfg: Config, covered: bool) -> None:
     checks = {
         "process_packed_dataset": check_arguments,
         "process_document_dataset": check_document_arguments,
+        "process_preference_dataset": check_preference_arguments,
     }
     if covered:
         # becomes ours before it is built
         checks["process_hf_dataset"] = check_arguments
+        checks["build_preference_dataset"] = check_preference_arguments
     for part in _DATALOADERS:
         for path, node in walk(cfg.get(part), part):
             check = checks.get(type_name(node))

@@ -11,10 +11,22 @@ from xtuner_mamba.integration.config_checks import type_name, walk
 # by XTuner's name: what stands in for it, and the arguments that differ (None: there is none)
 _EXACT = {
     "SupervisedFinetune": (LazyObject("xtuner_mamba.model", "PackedSupervisedFinetune"), {}),
+    "DPO": (LazyObject("xtuner_mamba.model", "PackedDPO"), {}),
+    "ORPO": (LazyObject("xtuner_mamba.model", "PackedORPO"), {}),
+    "RewardModel": (LazyObject("xtuner_mamba.model", "PackedRewardModel"), {}),
     "process_hf_dataset": (
         LazyObject("xtuner_mamba.dataset", "process_packed_dataset"),
         # as XTuner packs
         {"packing": "wrap"},
+    ),
+    "build_preference_dataset": (
+        LazyObject("xtuner_mamba.dataset", "process_preference_dataset"),
+        # as XTuner does, but for answers that it cuts
+        {"too_long": "drop"},
+    ),
+    "preference_collate_fn": (
+        LazyObject("xtuner_mamba.dataset", "preference_packed_collate_fn"),
+        {"use_varlen_attn": None},
     ),
     "default_collate_fn": (
         LazyObject("xtuner_mamba.dataset", "packed_collate_fn"),
@@ -25,16 +37,19 @@ _EXACT = {
         {},
     ),
 }
+PACKED_MODELS = ("PackedSupervisedFinetune", "PackedDPO", "PackedORPO", "PackedRewardModel")
+"""Models of ours, whose loss is that of an optimizer step and whose dtype is autocast's."""
+
 _PARTS = ("model", "train_dataloader", "val_dataloader", "test_dataloader", "custom_hooks")
 
 
 def train_exactly(cfg: Config) -> None:
     """Put our parts where a config has XTuner's, for a model whose every mixer is ours.
 
-    A config of ours is left as it is, and so is one that trains something else (DPO, say), which
-    has other parts.
+    A config of ours is left as it is, and so is one that trains something else, which has other
+    parts.
     """
-    if type_name(cfg.model) not in ("SupervisedFinetune", "PackedSupervisedFinetune"):
+    if type_name(cfg.model) not in (*_EXACT, *PACKED_MODELS):
         return
     for part in _PARTS:
         for path, node in walk(cfg.get(part), part):

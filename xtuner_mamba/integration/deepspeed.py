@@ -20,6 +20,7 @@ from mmengine.logging import print_log
 from torch import nn
 
 from xtuner_mamba.integration.config_checks import type_name
+from xtuner_mamba.integration.config_rewrites import PACKED_MODELS
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE, token_mixers
 
 # what the steps below must know of the config in training; one training a process
@@ -73,7 +74,7 @@ def choose_dtypes(cfg: Config, ds_config: dict) -> None:
         if section.get("enabled") == "auto":
             section["enabled"] = False
     dtype = autocast_dtype(cfg.optim_wrapper)
-    if type_name(cfg.model) == "PackedSupervisedFinetune":
+    if type_name(cfg.model) in PACKED_MODELS:
         cfg.model.autocast_dtype = dtype
     print_log(
         f"xtuner_mamba keeps DeepSpeed's parameters in float32, forward under autocast: {dtype}",

@@ -1,12 +1,16 @@
 """Which layers of a Mamba a LoRA may adapt, and what a merge must not do to the others."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mmengine import print_log
 from torch import nn
 
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE, token_mixers
 
 
 def default_targets(llm: nn.Module) -> list[str]:
-    """Name the layers that XTuner adapts unless told otherwise: all linear ones but the head.
+    """Name what is adapted unless a config says otherwise: as in XTuner, all but the head.
 
     ``out_proj`` is left out of a Mamba that is not dispatched, where PEFT refuses it.
     """
@@ -15,7 +19,21 @@ def default_targets(llm: nn.Module) -> list[str]:
     names = set(find_all_linear_names(llm))
     if not (calls_out_proj(llm) or set(DISPATCH_TABLE).isdisjoint(token_mixers(llm))):
         names.discard("out_proj")
+    print_log(f"LoRA on {sorted(names)}", "current")
     return sorted(names)
+
+
+@contextmanager
+def dtypes_kept(llm: nn.Module) -> Iterator[None]:
+    """Undo what PEFT does to frozen half-precision weights, which it brings to float32.
+
+    They gain nothing from it, and take twice the memory. Adapters stay as PEFT makes them.
+    """
+    before = [(parameter, parameter.dtype) for parameter in llm.parameters()]
+    yield
+    for parameter, dtype in before:
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
 
 
 def calls_out_proj(model: nn.Module) -> bool:

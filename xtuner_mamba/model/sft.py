@@ -1,6 +1,6 @@
 """Supervised fine-tuning and pre-training on packed documents, as a thin subclass of XTuner's."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from mmengine import print_log
@@ -9,7 +9,7 @@ from xtuner.model import SupervisedFinetune
 
 from xtuner_mamba.layout import current_layout, current_mean_targets
 from xtuner_mamba.model.dispatch import dispatch_packed
-from xtuner_mamba.model.lora import default_targets
+from xtuner_mamba.model.lora import default_targets, dtypes_kept
 from xtuner_mamba.model.loss import packed_loss
 
 KEEP_FLOAT32 = ("A_log", "D")
@@ -46,10 +46,7 @@ class PackedSupervisedFinetune(SupervisedFinetune):
         recompute: bool | None = None,
         **kwargs,
     ) -> None:
-        if autocast_dtype not in (None, "bfloat16", "float16"):
-            raise ValueError(
-                f"autocast_dtype must be None, 'bfloat16' or 'float16', got {autocast_dtype!r}"
-            )
+        check_autocast_dtype(autocast_dtype)
         # XTuner's constructor builds and dispatches
         self.dispatch_options = {"fuse_norm": fuse_norm, "recompute": recompute}
         super().__init__(llm, use_varlen_attn=use_varlen_attn, **kwargs)
@@ -65,42 +62,21 @@ class PackedSupervisedFinetune(SupervisedFinetune):
             llm, dtype = llm_cfg, None
             llm.config.use_cache = False
         else:
-            dtype = llm_cfg.get("torch_dtype")
-            if not use_varlen_attn or dtype == "auto":
-                dtype = None
-            elif llm_cfg.get("quantization_config") is not None:
-                # of what stays unquantised, which PEFT brings to float32 after it was rounded
-                llm_cfg["torch_dtype"], dtype = torch.float32, None
-            else:
-                # loaded in full and rounded here: A_log and D must never have been rounded
-                llm_cfg.pop("torch_dtype", None)
+            dtype = take_dtype(llm_cfg) if use_varlen_attn else None
             llm = super().build_llm_from_cfg(llm_cfg, use_varlen_attn, max_position_embeddings)
         if use_varlen_attn:
-            cast_all_but_dynamics(llm, _as_dtype(dtype))
-            dispatched = dispatch_packed(llm, **self.dispatch_options)
-            if dispatched.counts:
-                print_log(f"Dispatch packed forwards: {dispatched.counts}", "current")
+            round_and_dispatch(llm, dtype, **self.dispatch_options)
         return llm
 
     def _prepare_for_lora(self, *args, **kwargs) -> None:
         if self.lora.target_modules is None:
             self.lora.target_modules = default_targets(self.llm)
-            print_log(f"LoRA on {self.lora.target_modules}", "current")
-        # PEFT brings all that is not in 4 bits to float32, which frozen weights gain nothing from
-        dtypes = [(parameter, parameter.dtype) for parameter in self.llm.parameters()]
-        super()._prepare_for_lora(*args, **kwargs)
-        for parameter, dtype in dtypes:
-            if parameter.dtype != dtype:
-                parameter.data = parameter.data.to(dtype)
+        with dtypes_kept(self.llm):
+            super()._prepare_for_lora(*args, **kwargs)
 
     def forward(self, data: dict, data_samples=None, mode: str = "loss"):
         """Run XTuner's forward, under ``autocast_dtype`` if there is one."""
-        if self.autocast_dtype is None:
-            context = nullcontext()
-        else:
-            device = data["input_ids"].device.type
-            context = torch.autocast(device, getattr(torch, self.autocast_dtype))
-        with context:
+        with autocast_to(self.autocast_dtype, data):
             return super().forward(data, data_samples, mode)
 
     def compute_loss(self, data: dict, data_samples=None) -> dict[str, Tensor]:
@@ -114,6 +90,57 @@ class PackedSupervisedFinetune(SupervisedFinetune):
             self.llm, data, labels, layout, current_mean_targets(), fuse=self.fuse_loss
         )
         return {"loss": loss}
+
+
+def check_autocast_dtype(dtype: str | None) -> None:
+    """Check an argument of a model.
+
+    Raises:
+        ValueError: There is no autocast to it.
+    """
+    if dtype not in (None, "bfloat16", "float16"):
+        raise ValueError(f"autocast_dtype must be None, 'bfloat16' or 'float16', got {dtype!r}")
+
+
+def autocast_to(dtype: str | None, data: dict) -> AbstractContextManager:
+    """Return the context of a forward on ``data``, one that does nothing for ``None``."""
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(data["input_ids"].device.type, getattr(torch, dtype))
+
+
+def take_dtype(llm_cfg: dict) -> torch.dtype | None:
+    """Have the weights loaded in full: ``A_log`` and ``D`` must never have been rounded.
+
+    Args:
+        llm_cfg: What builds the model; changed in place.
+
+    Returns:
+        What to round the others to, if anything.
+    """
+    dtype = llm_cfg.get("torch_dtype")
+    if dtype == "auto":
+        return None
+    if llm_cfg.get("quantization_config") is not None:
+        # of what stays unquantised, which PEFT brings to float32 anyway
+        llm_cfg["torch_dtype"] = torch.float32
+        return None
+    llm_cfg.pop("torch_dtype", None)
+    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+
+
+def round_and_dispatch(llm: nn.Module, dtype: torch.dtype | None, **options) -> None:
+    """Cast all but the dynamics, and let the mixers stop at document boundaries.
+
+    Args:
+        llm: The model, changed in place.
+        dtype: See :func:`cast_all_but_dynamics`.
+        **options: Of ``dispatch_packed``.
+    """
+    cast_all_but_dynamics(llm, dtype)
+    dispatched = dispatch_packed(llm, **options)
+    if dispatched.counts:
+        print_log(f"Dispatch packed forwards: {dispatched.counts}", "current")
 
 
 def cast_all_but_dynamics(llm: nn.Module, dtype: torch.dtype | None) -> None:
@@ -130,7 +157,3 @@ def cast_all_but_dynamics(llm: nn.Module, dtype: torch.dtype | None) -> None:
         if name.rpartition(".")[2] in KEEP_FLOAT32:
             wanted = torch.promote_types(wanted, torch.float32)
         tensor.data = tensor.data.to(wanted)
-
-
-def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype

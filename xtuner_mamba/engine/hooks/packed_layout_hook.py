@@ -58,7 +58,8 @@ def publish_batch(batch: dict) -> None:
     data = data_of_batch(batch)
     layout = layout_of_batch(data)
     del data["cumulative_len"]
-    data.pop("max_seqlen", None)
+    for name in ("max_seqlen", "num_pairs"):
+        data.pop(name, None)
     publish_layout(layout.to(get_device()), data.pop("mean_targets", None))
 
 
