@@ -8,6 +8,7 @@ from xtuner_mamba.dataset.lengths import (
     OWN,
     PACKED,
     POWERS,
+    Bucket,
     LengthReport,
     Scheme,
     choose_bucket_count,
@@ -51,7 +52,20 @@ def advise(report: LengthReport) -> Advice:
             f"fit beside one another in {report.max_length:,} tokens; {count} optimal buckets pad "
             f"{bucketed.padding:.1%}. With a max_length of many documents packs would be full"
         )
-    notes = [*_long_documents(report), *_coarse_buckets(report), *_seldom_seen(report)]
+    notes = [
+        *_long_documents(report),
+        *(
+            f"the bucket up to {bucket.boundary:,} is {bucket.padding:.0%} padding; the boundary "
+            f"that spares most in it is {bucket.best_split:,}"
+            for bucket in coarse_buckets(report)
+        ),
+        *(
+            f"documents of {least:,} to {bucket.boundary:,} tokens are {bucket.natural:.1%} of the "
+            f"tokens; sampling='sqrt_tokens' of BucketBatchSampler makes them "
+            f"{bucket.sqrt_tokens:.1%}, if the model must be good at such lengths"
+            for least, bucket in seldom_seen(report)
+        ),
+    ]
     return Advice(chosen, bucketed.boundaries, reason, notes)
 
 
@@ -73,26 +87,22 @@ def _long_documents(report: LengthReport) -> list[str]:
     ]
 
 
-def _coarse_buckets(report: LengthReport) -> list[str]:
+def coarse_buckets(report: LengthReport) -> list[Bucket]:
+    """Return those of the user's buckets that are padding for more than a quarter."""
     if not any(scheme.name == OWN for scheme in report.schemes):
         return []
     return [
-        f"the bucket up to {bucket.boundary:,} is {bucket.padding:.0%} padding; the boundary "
-        f"that spares most in it is {bucket.best_split:,}"
+        bucket
         for bucket in report.buckets
         if bucket.padding > COARSE and bucket.best_split is not None
     ]
 
 
-def _seldom_seen(report: LengthReport) -> list[str]:
-    lower = 0
-    notes = []
-    for bucket in report.buckets:
-        if bucket.sqrt_tokens > _SELDOM * bucket.natural:
-            notes.append(
-                f"documents of {lower + 1:,} to {bucket.boundary:,} tokens are "
-                f"{bucket.natural:.1%} of the tokens; sampling='sqrt_tokens' of BucketBatchSampler "
-                f"makes them {bucket.sqrt_tokens:.1%}, if the model must be good at such lengths"
-            )
-        lower = bucket.boundary
-    return notes
+def seldom_seen(report: LengthReport) -> list[tuple[int, Bucket]]:
+    """Return buckets that drawing by square roots shows far more often, each with its least length."""
+    lowest = [1, *(bucket.boundary + 1 for bucket in report.buckets)]
+    return [
+        (least, bucket)
+        for least, bucket in zip(lowest, report.buckets)
+        if bucket.sqrt_tokens > _SELDOM * bucket.natural
+    ]

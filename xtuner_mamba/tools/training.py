@@ -1,0 +1,300 @@
+"""What a config trains, part by part, each built as ``xtuner train`` builds it."""
+
+import argparse
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from mmengine.dataset import DefaultSampler
+from mmengine.hooks import Hook
+from mmengine.optim import OptimWrapper, build_optim_wrapper
+from mmengine.registry import DATASETS, HOOKS
+from mmengine.runner import Runner
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+from xtuner.registry import BUILDER
+from xtuner.utils import DEFAULT_PAD_TOKEN_INDEX
+from xtuner.utils.device import get_device
+
+from xtuner_mamba.dataset.documents import TokenizedDocuments
+from xtuner_mamba.dataset.lengths import LengthReport, analyse_lengths
+from xtuner_mamba.dataset.plan import PackPlan, Pieces, cut_pieces
+from xtuner_mamba.engine import TokenAccumulationOptimWrapper
+from xtuner_mamba.engine.hooks import PackedLayoutHook
+from xtuner_mamba.integration.config_checks import ConfigError, check_packed_training, type_name
+from xtuner_mamba.integration.config_rewrites import fit_cpu, train_exactly
+from xtuner_mamba.tools.corpus import quiet, read_config, read_documents
+
+# a pack of more tokens shows nothing else, and its logits take gigabytes
+_MOST_TOKENS = 8192
+# the parts of a dataset's config that have done their work once documents are tokenized
+_TOKENIZED = dict(
+    do_dataset_tokenization=False,
+    dataset_map_fn=None,
+    template_map_fn=None,
+    rename_maps=(),
+    max_dataset_length=None,
+    shuffle_before_pack=False,
+    map_num_proc=None,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A short, a middle and a long document, as the config batches them."""
+
+    collated: dict
+    """What the collate function made of them."""
+    documents: list[np.ndarray]
+    """Token ids of each, int64, ``(length,)``."""
+    places: list[slice]
+    """Where each stands in the batch's rows, laid end to end."""
+    pieces: Pieces
+    """Which of the corpus they are."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document."""
+        return [len(tokens) for tokens in self.documents]
+
+    @property
+    def data(self) -> dict:
+        """What the model is called with, and the boundaries."""
+        return self.collated["data"]
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether each document has a row of its own."""
+        return len(self.data["input_ids"]) == len(self.documents) > 1
+
+
+class Training:
+    """A config's parts, built when they are asked for.
+
+    Args:
+        source: Path of a config, or the name of a template.
+        work_dir: Where a training with it has left its log, if there was one.
+
+    Raises:
+        OSError: There is no such file.
+    """
+
+    refusal: str | None
+    """Why ``xtuner train`` would stop before building anything, but for a missing boundary hook."""
+
+    def __init__(self, source: str, work_dir: Path | None = None) -> None:
+        self.source, self.cfg, self.work_dir = source, read_config(source), work_dir
+        with quiet():
+            self.refusal = self._change_as_xtuner_train()
+
+    def _change_as_xtuner_train(self) -> str | None:
+        # without a work_dir there is none to be refused
+        args = argparse.Namespace(
+            config=self.source, work_dir="/nowhere", deepspeed=None, launcher="none"
+        )
+        fit_cpu(self.cfg, args)
+        hooks = self.cfg.get("custom_hooks") or []
+        self.cfg.custom_hooks = [*hooks, dict(type=PackedLayoutHook)]
+        try:
+            covered = check_packed_training(self.cfg, args)
+        except ConfigError as error:
+            return str(error)
+        finally:
+            self.cfg.custom_hooks = hooks
+        if covered:
+            train_exactly(self.cfg)
+        return None
+
+    @property
+    def uses_varlen(self) -> bool:
+        """Whether rows hold documents whose boundaries the model is told."""
+        return bool(self.cfg.model.get("use_varlen_attn", False))
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest row."""
+        return self.cfg.train_dataloader.dataset.max_length
+
+    @cached_property
+    def documents(self) -> TokenizedDocuments:
+        """The whole documents of the corpus."""
+        return read_documents(self.cfg)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document with a label, int64, ``(num_documents,)``."""
+        return self.documents.lengths[self.documents.has_label]
+
+    @property
+    def batch_sampler(self) -> dict:
+        """The config of the batch sampler; empty if there is none."""
+        return self.cfg.train_dataloader.get("batch_sampler") or {}
+
+    @cached_property
+    def length_report(self) -> LengthReport:
+        """What :mod:`xtuner_mamba.dataset.lengths` tells of the corpus and of the buckets."""
+        return analyse_lengths(
+            self.lengths,
+            self.max_length,
+            boundaries=self.batch_sampler.get("boundaries"),
+            tokens_per_batch=self.batch_sampler.get("tokens_per_batch", 16_000),
+        )
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer of the dataset, or of the config; none where data comes tokenized."""
+        node = self.cfg.train_dataloader.dataset.get("tokenizer") or self.cfg.get("tokenizer")
+        return BUILDER.build(node) if isinstance(node, dict) else node
+
+    @property
+    def pad_token_id(self) -> int:
+        """What batches are padded with."""
+        pad_token_id = getattr(self.tokenizer, "pad_token_id", None)
+        return DEFAULT_PAD_TOKEN_INDEX if pad_token_id is None else pad_token_id
+
+    @cached_property
+    def batch(self) -> Batch:
+        """Three documents of very different lengths, collated by the config."""
+        pieces = choose_pieces(self.documents, min(self.max_length, _MOST_TOKENS))
+        read = [self.documents.read(pieces[i : i + 1]) for i in range(len(pieces))]
+        documents = [tokens for tokens, _ in read]
+        columns = {
+            "input_ids": [tokens.tolist() for tokens in documents],
+            "labels": [labels.tolist() for _, labels in read],
+        }
+        node = dict(self.cfg.train_dataloader.dataset.items()) | _TOKENIZED
+        # one pack, if the config packs
+        node |= dict(dataset=Dataset.from_dict(columns), max_length=int(pieces.lengths.sum()))
+        with quiet():
+            rows = DATASETS.build(node)
+        loader = Runner.build_dataloader(
+            dict(
+                dataset=rows,
+                sampler=dict(type=DefaultSampler, shuffle=False),
+                batch_size=len(rows),
+                num_workers=0,
+                collate_fn=self.cfg.train_dataloader.collate_fn,
+            )
+        )
+        collated = next(iter(loader))
+        places = find_documents(collated["data"]["input_ids"], documents)
+        return Batch(collated, documents, places, pieces)
+
+    @cached_property
+    def loader(self) -> DataLoader:
+        """The config's own batches of the whole corpus."""
+        settings = dict(self.cfg.train_dataloader.items()) | dict(num_workers=0)
+        for name in ("persistent_workers", "prefetch_factor"):
+            settings.pop(name, None)
+        with quiet():
+            return Runner.build_dataloader(settings, seed=0)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model, on the device that it trains on."""
+        with quiet():
+            return BUILDER.build(copy.deepcopy(self.cfg.model)).to(get_device())
+
+    @cached_property
+    def optim_wrapper(self) -> OptimWrapper:
+        """The optimizer, which steps after every batch."""
+        settings = copy.deepcopy(self.cfg.optim_wrapper)
+        settings.pop("accumulative_counts", None)
+        return build_optim_wrapper(self.model, settings)
+
+    @property
+    def boundary_hooks(self) -> list[Hook]:
+        """The config's hooks that publish boundaries."""
+        names = ("PackedLayoutHook", "VarlenAttnArgsToMessageHubHook")
+        hooks = self.cfg.get("custom_hooks") or []
+        return [HOOKS.build(dict(hook.items())) for hook in hooks if type_name(hook) in names]
+
+    @contextmanager
+    def fed(self, collated: dict) -> Iterator[dict]:
+        """Give what the model is called with, while the config's hooks publish its boundaries."""
+        collated = {**collated, "data": dict(collated["data"])}
+        hooks = self.boundary_hooks
+        if isinstance(self.optim_wrapper, TokenAccumulationOptimWrapper):
+            self.optim_wrapper.begin_step(1)
+        for hook in hooks:
+            hook.before_train_iter(None, 0, collated)
+        try:
+            yield self.model.data_preprocessor(collated, True)
+        finally:
+            for hook in hooks:
+                hook.after_train_iter(None, 0, collated)
+
+
+def choose_pieces(documents: TokenizedDocuments, max_length: int) -> Pieces:
+    """Choose a short, a middle and a long document that fit in a row together.
+
+    Where no three fit, pieces of a quarter of the row stand in for them.
+
+    Args:
+        documents: The corpus.
+        max_length: Tokens of all three.
+
+    Raises:
+        ValueError: There are not as many.
+    """
+    whole = Pieces.whole(np.arange(len(documents.lengths)), documents.lengths)
+    for pieces in (whole, cut_pieces(documents.lengths, max_length // 4)):
+        kept = documents.packs_with_target(PackPlan(pieces, np.arange(len(pieces) + 1)))
+        pieces = pieces[kept]
+        lengths = pieces.lengths
+        order = np.argsort(lengths, kind="stable")
+        if len(order) >= 3 and lengths[order[:3]].sum() <= max_length:
+            break
+    else:
+        raise ValueError(
+            f"three documents must have a target and fit in {max_length} tokens, got "
+            f"{lengths[order[:3]].tolist()} as the shortest of {len(order)}; give more documents, "
+            "or a longer max_length"
+        )
+    shortest, second = order[:2]
+    room = max_length - lengths[shortest]
+    long = order[np.flatnonzero(lengths[order] <= room - lengths[second])[-1]]
+    others = np.setdiff1d(order[lengths[order] <= room - lengths[long]], [shortest, long])
+    # as many times longer than the short one as it is shorter than the long one
+    middle = others[
+        np.abs(np.log(lengths[others] ** 2 / lengths[shortest] / lengths[long])).argmin()
+    ]
+    return pieces[np.array([shortest, middle, long])]
+
+
+def find_documents(input_ids: Tensor, documents: list[np.ndarray]) -> list[slice]:
+    """Find where documents stand in a batch: a row each, or end to end in one.
+
+    Args:
+        input_ids: ``(batch, seqlen)``.
+        documents: Token ids of each, ``(length,)``.
+
+    Returns:
+        Their places in the flat batch.
+
+    Raises:
+        ValueError: They are somewhere else.
+    """
+    batch, seqlen = input_ids.shape
+    lengths = [len(tokens) for tokens in documents]
+    if batch == len(documents):
+        starts = [row * seqlen for row in range(batch)]
+    else:
+        starts = list(accumulate(lengths, initial=0))[:-1]
+    places = [slice(start, start + length) for start, length in zip(starts, lengths)]
+    flat = input_ids.flatten()
+    for number, (place, tokens) in enumerate(zip(places, documents)):
+        if not torch.equal(flat[place], torch.from_numpy(tokens).to(flat)):
+            raise ValueError(
+                f"a batch must hold its documents from the left, in order, got others than those "
+                f"of document {number} in rows of {seqlen}; pad on the right, and keep every token"
+            )
+    return places
