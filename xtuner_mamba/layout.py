@@ -9,6 +9,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from xtuner_mamba.carry import CarriedRows
+
 IGNORE_INDEX = -100
 """Label that the loss leaves out, in PyTorch as in XTuner."""
 
@@ -33,6 +35,8 @@ class PackedLayout:
     """Int32, ``(num_seqs + 1,)``."""
     lengths: tuple[int, ...]
     """Tokens of each document, on the host: launching a kernel never waits for the GPU."""
+    carried: CarriedRows | None = None
+    """Which documents go on with those of the batch before, or in the next; ``None`` for none."""
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "PackedLayout":
@@ -132,13 +136,18 @@ class PackedLayout:
             )
         inner = labels.flatten().index_fill(0, self.cu_seqlens[:-1].long(), IGNORE_INDEX)
         # the row's last token wraps round to the first, which is masked as a document's start
-        return inner.roll(-1)
+        targets = inner.roll(-1)
+        if self.carried is None:
+            return targets
+        ends = self.cu_seqlens[self.carried.last + 1].long()
+        return targets.index_copy(0, ends - 1, self.carried.next_labels)
 
     def to(self, device: torch.device | str) -> "PackedLayout":
         """Return the same layout with its tensor on ``device``."""
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=True)
         offsets = offsets_on_host(self.cu_seqlens)
-        return PackedLayout(_mark_checked(cu_seqlens, offsets), self.lengths)
+        carried = None if self.carried is None else self.carried.to(device)
+        return PackedLayout(_mark_checked(cu_seqlens, offsets), self.lengths, carried)
 
     def check_covers(self, batch: int, seqlen: int) -> None:
         """Check that these documents fill a batch of ``batch`` rows of ``seqlen`` tokens.

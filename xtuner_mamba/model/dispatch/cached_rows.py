@@ -37,12 +37,24 @@ class CachedRows:
         padding = self.attention_mask[:, -x.shape[1] :, None] == 0
         return x.masked_fill(padding, 0)
 
-    def append(self, x: Tensor) -> None:
-        """Remember the conv's last inputs."""
+    def initial_conv_states(self, x: Tensor) -> Tensor:
+        """Return a copy of the inputs before each row, ``(batch, dim, width - 1)``."""
+        return self.conv_states[..., 1:].to(x.dtype, copy=True)
+
+    def keep_conv_states(self, x: Tensor, final_states: Tensor) -> None:
+        """Remember the conv's last inputs: one more than ``final_states`` has."""
         # not cache.update_conv_state: 4.48 writes the tokens after a prompt shorter than the
         # filter to the wrong place
         recent = torch.cat([self.conv_states, x.mT.to(self.conv_states.dtype)], dim=-1)
         self.conv_states.copy_(recent[..., -self.conv_states.shape[-1] :])
+
+    def initial_ssm_states(self) -> Tensor:
+        """Return the state before each row, ``(batch, ..., dstate)``."""
+        return self.ssm_states
+
+    def keep_ssm_states(self, final_states: Tensor) -> None:
+        """Remember the state after each row."""
+        self.ssm_states.copy_(final_states.view_as(self.ssm_states))
 
 
 def refuse_cache_with_packs() -> None:

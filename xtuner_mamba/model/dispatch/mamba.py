@@ -17,7 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from xtuner_mamba.layout import PackedLayout, current_layout
 from xtuner_mamba.model.dispatch.cached_rows import CachedRows, refuse_cache_with_packs
+from xtuner_mamba.model.dispatch.continued_rows import ContinuedRows
 from xtuner_mamba.ops import backward_follows, causal_conv1d, rms_norm, selective_scan
+
+Rows = CachedRows | ContinuedRows
+"""Where states come from and go to, if not every sequence begins and ends here."""
 
 
 def mamba_mixer_forward(
@@ -73,7 +77,7 @@ def mix_documents(
 
     Args:
         mix: Everything after ``in_proj``; takes the mixer, what ``in_proj`` made,
-            ``(1, total, projected)``, and ``cu_seqlens``.
+            ``(1, total, projected)``, ``cu_seqlens`` and ``rows``.
         self: The mixer.
         hidden_states: ``(batch, seqlen, hidden)``.
         attention_mask: Must be ``None``.
@@ -91,7 +95,8 @@ def mix_documents(
         )
     projected = self.in_proj(hidden_states.reshape(1, layout.total, -1))
     # bound and not an argument, which a checkpoint would hand over as a tensor nobody has checked
-    mix = partial(mix, self, cu_seqlens=layout.cu_seqlens)
+    rows = None if layout.carried is None else ContinuedRows(self, layout)
+    mix = partial(mix, self, cu_seqlens=layout.cu_seqlens, rows=rows)
     if _recomputes(self, projected, recompute, checkpointed_by):
         # recomputed, it stops where out_proj has its input
         y = checkpoint(
@@ -106,23 +111,24 @@ def mix_documents(
 
 
 def convolve(
-    self: nn.Module, x: Tensor, *, cu_seqlens: Tensor | None = None, rows: CachedRows | None = None
+    self: nn.Module, x: Tensor, *, cu_seqlens: Tensor | None = None, rows: Rows | None = None
 ) -> Tensor:
     """Conv and activation, ``(batch, seqlen, dim)`` in and out."""
     silu = self.activation in ("silu", "swish")
-    initial_states = None
     if rows is not None:
         x = rows.mask(x)
-        initial_states = rows.conv_states[..., 1:].to(x.dtype, copy=True)
-        rows.append(x)
     y = causal_conv1d(
         x,
         self.conv1d.weight.squeeze(1),
         self.conv1d.bias,
         cu_seqlens=cu_seqlens,
         activation="silu" if silu else None,
-        initial_states=initial_states,
+        initial_states=None if rows is None else rows.initial_conv_states(x),
+        return_final_states=rows is not None,
     )
+    if rows is not None:
+        y, final_states = y
+        rows.keep_conv_states(x, final_states)
     y = y if silu else self.act(y)
     return y if rows is None else rows.mask(y)
 
@@ -182,7 +188,7 @@ def _mix(
     xz: Tensor,
     *,
     cu_seqlens: Tensor | None = None,
-    rows: CachedRows | None = None,
+    rows: Rows | None = None,
 ) -> Tensor:
     x, z = _split(self, xz)
     x = convolve(self, x, cu_seqlens=cu_seqlens, rows=rows)
@@ -195,16 +201,18 @@ def _scan(
     z: Tensor,
     *,
     cu_seqlens: Tensor | None,
-    rows: CachedRows | None,
+    rows: Rows | None,
 ) -> Tensor:
     """Input-dependent dt, B and C, then the recurrence and the gate, head by head."""
     silu = self.activation in ("silu", "swish")
     state_dtype = torch.promote_types(x.dtype, torch.float32)
     heads = _heads(self, x)
     x_heads, z_heads = (t.chunk(len(heads), dim=-1) for t in (x, z))
-    states = len(heads) * [None]
-    if rows is not None:
-        states = rows.ssm_states.to(state_dtype).flatten(1, -2).chunk(len(heads), dim=1)
+    states = None if rows is None else rows.initial_ssm_states()
+    if states is None:
+        states = len(heads) * [None]
+    else:
+        states = states.to(state_dtype).flatten(1, -2).chunk(len(heads), dim=1)
     ys, final_states = [], []
     for head, x_head, z_head, initial_states in zip(heads, x_heads, z_heads, states):
         result = selective_scan(
@@ -226,7 +234,7 @@ def _scan(
             final_states.append(after)
         ys.append(result)
     if rows is not None:
-        rows.ssm_states.copy_(torch.cat(final_states, dim=1).view_as(rows.ssm_states))
+        rows.keep_ssm_states(torch.cat(final_states, dim=1))
     # one head's need no copy
     y = ys[0] if len(ys) == 1 else torch.cat(ys, dim=-1)
     return y if silu else y * self.act(z)

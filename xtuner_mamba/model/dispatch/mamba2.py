@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xtuner_mamba.model.dispatch.cached_rows import CachedRows, refuse_cache_with_packs
-from xtuner_mamba.model.dispatch.mamba import convolve, mix_documents
+from xtuner_mamba.model.dispatch.mamba import Rows, convolve, mix_documents
 from xtuner_mamba.ops import ssd
 
 
@@ -75,7 +75,7 @@ def _mix(
     projected: Tensor,
     *,
     cu_seqlens: Tensor | None = None,
-    rows: CachedRows | None = None,
+    rows: Rows | None = None,
 ) -> Tensor:
     size = _sizes(self)
     nheads, conv_dim = size.dim // size.headdim, size.dim + 2 * size.ngroups * size.dstate
@@ -98,12 +98,12 @@ def _mix(
         dt_softplus=True,
         dt_limit=tuple(size.dt_limit),
         cu_seqlens=cu_seqlens,
-        initial_states=None if rows is None else rows.ssm_states,
+        initial_states=None if rows is None else rows.initial_ssm_states(),
         return_final_states=rows is not None,
     )
     if rows is not None:
         y, final_states = y
-        rows.ssm_states.copy_(final_states)
+        rows.keep_ssm_states(final_states)
     y = _gate_and_norm(self, y.flatten(2), z)
     if gated_dim:
         y = torch.cat([F.silu(gate) * gated, y], dim=-1)
