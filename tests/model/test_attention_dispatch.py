@@ -1,6 +1,10 @@
-"""Attention families on packs against transformers' own eager forward on each document alone."""
+"""What is of attention alone: masks, windows, positions, caches, XTuner's own path, refusals.
+
+That packs equal documents alone is in test_families.py, for these families too.
+"""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -16,18 +20,20 @@ from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.model import dispatch_packed
 from xtuner_mamba.model.dispatch import attention as dispatched_attention
 from xtuner_mamba.model.loss import packed_token_loss
+from xtuner_mamba.ops.attention import api
 from xtuner_mamba.testing import relative_rms
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
 # one token, the window of 4 and one over it, neighbours of one token
 LENGTHS = [5, 13, 1, 4, 1, 9]
 # experts are products of the tokens that chose them: what others choose moves the last bits
 EXPERTS = {"Mixtral", "Qwen2-MoE"}
 
 
-def build(builder, dtype=torch.float64) -> nn.Module:
+def build(builder, dtype=torch.float64, seed=0) -> nn.Module:
     """Build a model whose every parameter matters."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = builder()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -54,36 +60,8 @@ def family(request):
     return request.param
 
 
-def test_logits_and_gradients_equal_transformers_on_each_document_alone(family):
-    packed, alone = (build(FAMILIES[family]) for _ in range(2))
-    tokens = make_tokens()
-    dispatch_packed(packed)
-    exact = run_alone(alone, tokens)
-    logits = run_packed(packed, tokens)
-    # transformers rounds norms and probabilities to float32
-    assert relative_rms(logits, exact) < 1e-6
-    assert relative_rms(alone(tokens).logits, exact) > 1e-2, "these documents would show no leak"
-
-    layout = PackedLayout.from_lengths(LENGTHS).to(DEVICE)
-    with layout.published():
-        packed_token_loss(packed(tokens).logits, tokens, layout).backward()
-    targets = sum(length - 1 for length in LENGTHS)
-    parts = [part for part in tokens.split(LENGTHS, dim=1) if part.shape[1] > 1]
-    total = sum(
-        F.cross_entropy(alone(part).logits[0, :-1], part[0, 1:], reduction="sum") for part in parts
-    )
-    (total / targets).backward()
-    exact = dict(alone.named_parameters())
-    for name, parameter in packed.named_parameters():
-        if exact[name].grad is not None:
-            assert relative_rms(parameter.grad, exact[name].grad) < 1e-6, name
-    assert sum(p.grad is not None and p.grad.any().item() for p in exact.values()) > 0.8 * len(
-        exact
-    )
-
-
 def test_a_document_changes_no_bit_of_the_others(family):
-    model = build(FAMILIES[family], torch.float32)
+    model = build(of_kernel_size(family), torch.bfloat16 if GPU else torch.float32)
     dispatch_packed(model)
     layout = PackedLayout.from_lengths(LENGTHS).to(DEVICE)
     others = layout.seq_idx[0] != 1
@@ -104,10 +82,37 @@ def test_a_document_changes_no_bit_of_the_others(family):
             old, new = old[:, others], new[:, others]
             assert old.abs().max() > 0
             if family in EXPERTS:
-                assert relative_rms(new, old) < 1e-6
+                assert relative_rms(new, old) < torch.finfo(old.dtype).eps * 10
             else:
                 assert torch.equal(new, old)
         assert not torch.equal(before[0][:, ~others], after[0][:, ~others])
+
+
+def of_kernel_size(family):
+    """Build with heads of 16 channels, which kernels take."""
+    settings = {"hidden_size": 64} | ({"head_dim": 16} if family.startswith("Gemma") else {})
+    return partial(FAMILIES[family], **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32] + [torch.bfloat16] * GPU, ids=str)
+def test_errs_like_eager_documents_alone(monkeypatch, family, dtype):
+    """Errors are means over draws: which of two right results errs more is luck."""
+    impls, choose = set(), api._choose_impl
+    monkeypatch.setattr(api, "_choose_impl", lambda *args: impls.add(impl := choose(*args)) or impl)
+    errors = []
+    for seed in range(4):
+        tokens = make_tokens(seed=seed)
+        packed, alone = (build(of_kernel_size(family), dtype, seed) for _ in range(2))
+        exact = run_alone(build(of_kernel_size(family), dtype, seed).double(), tokens)
+        dispatch_packed(packed)
+        results = run_packed(packed, tokens), run_alone(alone, tokens)
+        errors.append([relative_rms(logits, exact) for logits in results])
+    ours, theirs = (sum(error) / len(errors) for error in zip(*errors))
+    # a rounding to bfloat16 can send a token to another expert
+    if dtype == torch.float32 or family not in EXPERTS:
+        assert ours <= (3 if GPU else 2) * max(theirs, torch.finfo(dtype).eps / 4)
+    is_kernels = GPU and dtype == torch.bfloat16 and family != "Gemma2"
+    assert impls == {"varlen" if is_kernels else "blocked"}
 
 
 class _LargestTensor(TorchDispatchMode):
