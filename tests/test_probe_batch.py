@@ -1,0 +1,334 @@
+"""``xtuner-mamba probe-batch``: the search for the limit, a try, and what becomes of both."""
+
+import doctest
+import json
+import os
+import re
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from transformers import MambaConfig, MambaForCausalLM
+
+from xtuner_mamba import cli
+from xtuner_mamba.dataset import BucketBatchSampler
+from xtuner_mamba.integration.templates import templates
+from xtuner_mamba.tools import batch_search, probe_batch, probe_try
+from xtuner_mamba.tools.batch_search import find_limit, most_tries
+from xtuner_mamba.tools.fresh_process import run_fresh
+
+GPU = torch.cuda.is_available()
+BUCKET, PACKED = "mamba_demo_stdlib_bucket", "mamba_demo_stdlib_varlen"
+VOCAB = 30
+numbers = count()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """What the demo's templates name, as small as can be."""
+    monkeypatch.chdir(tmp_path)
+    Path("demo/corpus").mkdir(parents=True)
+    Path("demo/corpus/some.jsonl").write_text("not read")
+    write_model(VOCAB)
+    return tmp_path
+
+
+def write_model(vocab_size):
+    torch.manual_seed(0)
+    config = MambaConfig(
+        vocab_size=vocab_size, hidden_size=8, state_size=4, num_hidden_layers=1, use_cache=False
+    )
+    MambaForCausalLM(config).save_pretrained("demo/model")
+
+
+def write_config(template, appended="", **settings):
+    text = Path(templates()[template]).read_text()
+    for name, value in settings.items():
+        text, count = re.subn(rf"^{name} = .*$", f"{name} = {value!r}", text, flags=re.M)
+        assert count == 1, name
+    # MMEngine names a run by its config and the second
+    path = f"config_{next(numbers)}.py"
+    Path(path).write_text(f"{text}\n{appended}\n")
+    return path
+
+
+class Memory:
+    """Stands in for trainings: a batch fits if its tokens do."""
+
+    def __init__(self, tokens):
+        self.tokens, self.tries = tokens, []
+
+    def run_fresh(self, function, config, documents, length, memory_limit):
+        assert function is probe_try.try_shape
+        assert documents not in [tried for tried, of in self.tries if of == length]
+        self.tries.append((documents, length))
+        if documents * length > self.tokens:
+            return dict(fits=False)
+        return dict(fits=True, peak_bytes=documents * length * 2**20, device="Some GPU")
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    memory = Memory(tokens=5000)
+    monkeypatch.setattr(probe_batch, "run_fresh", memory.run_fresh)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return memory
+
+
+sizes = st.integers(1, 300)
+
+
+@given(limit=st.integers(0, 400), start=sizes, step=sizes, most=sizes, tolerance=st.floats(0, 0.5))
+def test_the_search_finds_the_limit(limit, start, step, most, tolerance):
+    start = min(start, most)
+    tried = []
+
+    def fits(size):
+        assert 1 <= size <= most
+        tried.append(size)
+        return size <= limit
+
+    options = dict(start=start, step=step, most=most, tolerance=tolerance)
+    found = find_limit(fits, **options)
+    assert tried[0] == start
+    assert len(tried) == len(set(tried)) <= most_tries(**options)
+    # both ends were seen, and lie as close together as asked for
+    assert found.fits == max([size for size in tried if size <= limit], default=0)
+    assert found.fails == min([size for size in tried if size > limit], default=None)
+    above = most + 1 if found.fails is None else found.fails
+    assert above - found.fits <= max(1, tolerance * found.fits)
+    if tolerance == 0:
+        assert found.fits == min(limit, most)
+
+
+def test_a_good_guess_spares_tries():
+    far = most_tries(start=1, step=1, most=4096)
+    near = []
+    find_limit(lambda size: near.append(size) or size <= 2100, start=2048, step=128, most=4096)
+    assert len(near) < 10 < far
+
+
+def test_examples_and_refusals_of_the_search():
+    assert doctest.testmod(batch_search).attempted > 3
+    assert doctest.testmod(batch_search).failed == 0
+    with pytest.raises(ValueError, match=r"start must be in \[1, most=4\], got 5"):
+        find_limit(bool, start=5, step=1, most=4)
+    with pytest.raises(ValueError, match="step must be at least 1, got 0"):
+        find_limit(bool, start=1, step=0, most=4)
+
+
+def test_each_bucket_and_the_pack_get_what_fits(memory, capsys):
+    config = write_config(BUCKET, boundaries=[64, 256, 2048])
+    assert cli.main(["probe-batch", config, "--out", "mine.yaml"]) == 0
+    output = capsys.readouterr().out
+    # 78 and 19 documents fit; the search stops short of them by 1/32 at most
+    measured = yaml.safe_load(Path("mine.yaml").read_text())
+    assert 0.85 * 78 * 31 / 32 - 1 <= measured["batch_sizes"][64] <= 0.85 * 78
+    assert measured["batch_sizes"][256] == 16
+    assert measured["batch_sizes"][2048] == 1
+    assert measured["max_length"] == 64 * measured["batch_sizes"][64]
+    assert measured["device"] == "Some GPU"
+    for words in (
+        "Some GPU",
+        " 64 tokens",
+        " 2,048 tokens",
+        f"max_length = {measured['max_length']}",
+        "mine.yaml",
+    ):
+        assert words in output
+    # the second bucket is looked for where the first one's tokens point
+    others = [documents for documents, length in memory.tries if length == 256]
+    assert abs(others[0] - 19) <= 1
+    assert len(others) <= 3
+    # what was written is what a template reads
+    sampler = BucketBatchSampler(
+        [50, 200, 2000], boundaries=[64, 256, 2048], batch_sizes="mine.yaml"
+    )
+    assert sampler.batch_sizes.tolist() == list(measured["batch_sizes"].values())
+
+
+def test_json_tells_of_every_try(memory, capsys):
+    assert cli.main(["probe-batch", PACKED, "--json", "--most-tokens", "4096"]) == 0
+    (pack,) = json.loads(capsys.readouterr().out)
+    assert (pack["fits"], pack["fails"], pack["advised"]) == (8, None, 6)
+    assert pack["shape"] == dict(length=512, own=4, most=8)
+    assert pack["num_tries"] == len(memory.tries) == 2
+    assert pack["peak_bytes"] == 8 * 512 * 2**20
+    assert yaml.safe_load(Path("batch_sizes.yaml").read_text())["max_length"] == 6 * 512
+
+
+def test_documents_that_do_not_fit_alone(memory, capsys):
+    memory.tokens = 1000
+    config = write_config(BUCKET, boundaries=[512, 2048])
+    assert cli.main(["probe-batch", config]) == 1
+    assert "a document of 2,048 tokens must fit in memory, got none that" in capsys.readouterr().err
+    assert yaml.safe_load(Path("batch_sizes.yaml").read_text())["batch_sizes"] == {512: 1}
+
+
+def test_a_try_that_fails_otherwise_ends_the_search(memory, monkeypatch, capsys):
+    def fail(function, config, documents, length, memory_limit):
+        memory.tries.append(documents)
+        raise RuntimeError("the model is broken")
+
+    monkeypatch.setattr(probe_batch, "run_fresh", fail)
+    assert cli.main(["probe-batch", BUCKET]) == 1
+    assert "the model is broken" in capsys.readouterr().err
+    assert len(memory.tries) == 1
+    assert not Path("batch_sizes.yaml").exists()
+
+
+def test_without_a_gpu_the_plan_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(probe_batch, "run_fresh", None)
+    assert cli.main(["probe-batch", BUCKET, "--most-tokens", "8192"]) == 0
+    output = capsys.readouterr().out
+    assert "No GPU is seen" in output
+    # now 32 documents of 64 tokens; 128 at most
+    assert re.search(r" 64 tokens +32 +128 ", output)
+    assert not Path("batch_sizes.yaml").exists()
+    assert cli.main(["probe-batch", BUCKET, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan[0] == dict(length=64, own=32, most=512)
+    assert [shape["length"] for shape in plan] == [64, 128, 256, 512, 1024, 2048]
+
+
+@pytest.mark.parametrize(
+    ("appended", "message"),
+    [
+        ("train_dataloader['dataset'] = dict(type=list)", "got list with None"),
+        ("train_dataloader['batch_sampler']['tokens_per_batch'] = 9000", "at least the 9,000"),
+    ],
+)
+def test_configs_whose_batches_are_not_known(appended, message, capsys):
+    config = write_config(BUCKET, appended)
+    assert cli.main(["probe-batch", config, "--most-tokens", "8192"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_rows_of_a_config_that_pads():
+    cfg = Config.fromfile(write_config(BUCKET, "train_dataloader.pop('batch_sampler')"))
+    cfg.use_varlen_attn, cfg.train_dataloader.batch_size = False, 3
+    (shape,) = probe_batch.plan_shapes(cfg)
+    assert (shape.length, shape.own, shape.most) == (2048, 3, 48)
+
+
+seen = []
+
+
+@HOOKS.register_module()
+class Watch(Hook):
+    """Notes what a try trains on, among the hooks that a try keeps."""
+
+    def before_train_iter(self, runner, batch_idx, data_batch):
+        seen.append(data_batch["data"])
+
+    def after_train(self, runner):
+        steps = {int(state["step"]) for state in runner.optim_wrapper.optimizer.state.values()}
+        seen.append(steps)
+
+
+TOKEN_STEPS = """
+from xtuner_mamba.engine import TokenAccumulationOptimWrapper, TokenStepLoop
+
+optim_wrapper["type"] = TokenAccumulationOptimWrapper
+optim_wrapper["tokens_per_step"] = 1_000_000
+optim_wrapper.pop("accumulative_counts")
+param_scheduler = None
+train_cfg = dict(type=TokenStepLoop, max_iters=100)
+"""
+PADDED = "custom_hooks = custom_hooks[1:]"
+
+
+@pytest.mark.parametrize(
+    ("settings", "appended", "num_batches"),
+    [
+        (dict(), "", 2),
+        (dict(accumulative_counts=8), "", 4),
+        # its hooks see the first micro-batch of a step
+        (dict(), TOKEN_STEPS, 2),
+        (dict(use_varlen_attn=False), PADDED, 2),
+    ],
+)
+def test_a_try_takes_two_optimizer_steps_on_the_shape(monkeypatch, settings, appended, num_batches):
+    seen.clear()
+    monkeypatch.setattr(probe_try, "_BOUNDARY_HOOKS", (*probe_try._BOUNDARY_HOOKS, "Watch"))
+    watch = "custom_hooks = [*custom_hooks, dict(type='Watch')]"
+    config = write_config(BUCKET, f"{appended}\n{watch}", **settings)
+    result = probe_try.try_shape(config, documents=3, length=20)
+    assert result["fits"]
+    assert result["peak_bytes"] > 0
+    *batches, steps = seen
+    assert len(batches) == num_batches
+    assert steps == {2}
+    for data in batches:
+        shape = (3, 20) if "use_varlen_attn" in settings else (1, 60)
+        assert data["input_ids"].shape == shape
+        # random tokens of the whole vocabulary, of which none is padding
+        assert len(data["input_ids"].unique()) > VOCAB / 2
+        assert data["input_ids"].max() < VOCAB
+        targets = (data["labels"].reshape(3, 20)[:, 1:] != -100).sum()
+        assert targets == 3 * 19
+    assert not torch.equal(batches[0]["input_ids"], batches[1]["input_ids"])
+
+
+def test_a_limit_is_a_limit():
+    config = write_config(BUCKET)
+    # Python alone takes more
+    assert probe_try.try_shape(config, 1, 20, memory_limit=2**20) == dict(fits=False)
+
+
+def test_missing_memory_is_told_from_other_failures():
+    def raised(error, cause=None):
+        error.__cause__ = cause
+        return error
+
+    failures = [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError("Unable to allocate 8.00 GiB for an array"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        raised(ValueError("could not build the model"), cause=MemoryError()),
+    ]
+    assert all(map(probe_try.is_out_of_memory, failures))
+    others = [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        ValueError("out of memory of what a document is"),
+        raised(KeyError("text"), cause=ValueError("no such column")),
+    ]
+    assert not any(map(probe_try.is_out_of_memory, others))
+
+
+def test_a_config_that_cannot_train_is_no_want_of_memory():
+    config = write_config(BUCKET, "custom_hooks = []")
+    with pytest.raises(SystemExit, match=r"custom_hooks must hold PackedLayoutHook .*, got \[\]"):
+        probe_try.try_shape(config, 1, 20)
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "message"),
+    [(int, "x", "ValueError: invalid literal for int"), (os._exit, 3, "BrokenProcessPool: ")],
+)
+def test_a_process_that_fails_says_why(function, argument, message):
+    with pytest.raises(RuntimeError, match=rf"must end with a result, got {message}"):
+        run_fresh(function, argument)
+
+
+def test_memory_of_this_machine(capsys):
+    # the logits of 512 tokens, and what becomes of them, take nearly a gigabyte
+    write_model(vocab_size=150_000)
+    config = write_config(PACKED, "model['fuse_loss'] = False", max_length=1024)
+    # on the CPU Python and its libraries count too
+    limit = 1.3 if GPU else 2.3
+    arguments = ["--most-tokens", "1024", "--memory-limit", str(limit), "--json"]
+    assert cli.main(["probe-batch", config, *arguments]) == 0
+    (pack,) = json.loads(capsys.readouterr().out)
+    assert (pack["fits"], pack["fails"], pack["num_tries"]) == (1, 2, 2)
+    assert 0.3 * 2**30 < pack["peak_bytes"] < limit * 2**30

@@ -1,0 +1,60 @@
+"""``xtuner train`` on a config that a tool has changed, and what came of it."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from mmengine.config import Config
+from mmengine.runner import Runner
+
+# in the work_dir
+_RESULT = "result.json"
+
+
+def train_changed(config: str, change: Callable[[Config], None]) -> dict:
+    """Run ``xtuner train`` in this process, on a config that is changed once it has been checked.
+
+    So whatever XTuner and this package refuse or rewrite in a config is refused and rewritten
+    here too. The work_dir is thrown away.
+
+    Args:
+        config: Path, or name of a template.
+        change: Changes the config in place, and adds a hook that calls :func:`leave_result`.
+
+    Returns:
+        What the hook left.
+    """
+    from xtuner.tools import train
+
+    check_cfg, arguments = train.check_cfg, sys.argv
+
+    def check_and_change(cfg: Config, args: Any) -> None:
+        check_cfg(cfg, args)
+        change(cfg)
+
+    with TemporaryDirectory() as work_dir:
+        train.check_cfg = check_and_change
+        sys.argv = ["xtuner train", config, "--work-dir", work_dir]
+        try:
+            train.main()
+        finally:
+            train.check_cfg, sys.argv = check_cfg, arguments
+        return json.loads(Path(work_dir, _RESULT).read_text())
+
+
+def leave_result(runner: Runner, result: dict) -> None:
+    """Leave what :func:`train_changed` returns."""
+    Path(runner.work_dir, _RESULT).write_text(json.dumps(result))
+
+
+def peak_memory() -> int:
+    """Return the most bytes that this process has held: on the GPU if there is one, else in all."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    # getrusage would count what the parent held before it became this process
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
