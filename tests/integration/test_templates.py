@@ -1,8 +1,10 @@
 """Every template is read, built and trained for a step, without a network."""
 
 import argparse
+import re
 from pathlib import Path
 
+import attention_families
 import datasets
 import pytest
 import torch
@@ -10,7 +12,7 @@ import transformers
 from mmengine.config import Config
 from mmengine.optim import OptimWrapper
 from mmengine.runner import Runner
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import MambaForCausalLM, PreTrainedModel
 from xtuner.tools.train import register_function
 
 from xtuner_mamba.integration.config_checks import check_packed_training
@@ -18,24 +20,34 @@ from xtuner_mamba.integration.config_rewrites import fit_cpu, train_exactly
 from xtuner_mamba.integration.templates import templates
 
 NAMES = sorted(templates())
-FINE_TUNE = [name for name in NAMES if "_full_alpaca_" in name and name.endswith("_varlen")]
+FINE_TUNE = [name for name in NAMES if re.fullmatch("mamba_.*_full_alpaca_.*_varlen", name)]
+
+
+def tiny_model(template: str, path: Path) -> PreTrainedModel:
+    """Build what a template trains, or a Mamba."""
+    for folder, model_type in (("llama", "llama"), ("qwen", "qwen2")):
+        if f"/{folder}/" in templates()[template]:
+            torch.manual_seed(0)
+            return attention_families.make(model_type, "sdpa", vocab_size=264)
+    return MambaForCausalLM.from_pretrained(path)
 
 
 @pytest.fixture
-def offline(monkeypatch, tiny, tmp_path):
+def offline(monkeypatch, tiny, tmp_path, request):
     """Give a tiny model, its tokenizer and a few rows for whatever a template names."""
+    name = request.node.callspec.params["name"]
     monkeypatch.chdir(tmp_path)
     for folder in ("data", "demo/corpus"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "found.jsonl").write_text("not read")
-    config = MambaConfig.from_pretrained(tiny / "model")
+    config = tiny_model(name, tiny / "model").config
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny / "model")
     rows = datasets.load_dataset("json", data_dir=str(tiny / "data"), split="train")
     texts = datasets.Dataset.from_dict({"text": [4 * text for text in rows["output"]]})
     results = {
         transformers.AutoConfig: lambda: config,
         transformers.AutoTokenizer: lambda: tokenizer,
-        transformers.AutoModelForCausalLM: lambda: MambaForCausalLM.from_pretrained(tiny / "model"),
+        transformers.AutoModelForCausalLM: lambda: tiny_model(name, tiny / "model"),
     }
     for cls, result in results.items():
         method = classmethod(lambda cls, *_, result=result, **__: result())
