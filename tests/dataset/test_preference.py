@@ -151,6 +151,15 @@ def test_pairs_that_do_not_fit_are_counted_and_told(process, monkeypatch):
         process(max_length=2, too_long="drop")
 
 
+def test_prompt_template_of_fine_tuning_stands_in_for_a_chat_template(process, tokenizer):
+    template = dict(SYSTEM="{system}", INSTRUCTION="w190 {input} w191 ", SEP="w192")
+    packs = process(tokenizer=tokenizer, prompt_template=template, shuffle_before_pack=False)
+    for input_ids, labels in documents_of(packs[0]):
+        assert input_ids[:2] == [1, 190 + 3]
+        assert input_ids[labels.count(-100) - 1] == 191 + 3
+        assert labels[-1] == EOS
+
+
 def test_order_is_drawn_from_the_seed(process):
     assert process()[0] == process()[0]
     assert process()[0] != process(seed=1)[0]
@@ -175,7 +184,7 @@ def test_answer_that_does_not_follow_its_prompt_is_refused(process, chat):
     ):
         process(tokenizer=tokenizer)
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="must have a chat template, got none; pass chat_templ"):
+    with pytest.raises(ValueError, match="must have a chat template, got none; set prompt_temp"):
         process(tokenizer=tokenizer)
     rows = make_rows().to_list()
     rows[3]["rejected"] = []

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from xtuner.registry import BUILDER
 from xtuner.utils import DEFAULT_PAD_TOKEN_INDEX
 
+from xtuner_mamba.dataset.chat_template import chat_template_of
 from xtuner_mamba.dataset.collate import packed_collate_fn
 from xtuner_mamba.dataset.conversations import resolve_map_fn
 from xtuner_mamba.dataset.plan import PackPlan, Pieces, plan_best_fit
@@ -100,6 +101,7 @@ def process_preference_dataset(
     max_packed_length: int = 16384,
     shuffle_before_pack: bool = True,
     *,
+    prompt_template: Mapping | None = None,
     too_long: Literal["error", "drop"] = "error",
     seed: int = 0,
 ) -> PreferencePacks:
@@ -112,7 +114,7 @@ def process_preference_dataset(
     Args:
         dataset: A Hugging Face dataset of ``prompt``, ``chosen`` and ``rejected``, lists of
             messages with ``role`` and ``content``; or the config of one.
-        tokenizer: A tokenizer with a chat template, or the config of one.
+        tokenizer: A tokenizer, or the config of one.
         max_length: Tokens of a document, a prompt with an answer, at most.
         dataset_map_fn: Makes these three columns of a row.
         is_dpo: Whether labels are the answers (DPO, ORPO).
@@ -122,6 +124,8 @@ def process_preference_dataset(
         use_varlen_attn: Must be ``True``.
         max_packed_length: Tokens of a pack. Both documents of a pair are in the same.
         shuffle_before_pack: Whether pairs are packed in random order.
+        prompt_template: An entry of XTuner's ``PROMPT_TEMPLATE``, in the place of the tokenizer's
+            chat template.
         too_long: What happens to pairs that do not fit; ``"drop"`` counts them in the log.
         seed: Of the random order.
 
@@ -132,14 +136,17 @@ def process_preference_dataset(
 
     def build() -> PreferencePacks:
         built = BUILDER.build(tokenizer) if isinstance(tokenizer, dict) else tokenizer
-        if built.chat_template is None:
+        template = built.chat_template
+        if prompt_template is not None:
+            template = chat_template_of(prompt_template)
+        if template is None:
             raise ValueError(
-                "tokenizer must have a chat template, got none; pass chat_template=... to "
-                "from_pretrained, that of the model's fine-tuning"
+                "the tokenizer must have a chat template, got none; set prompt_template to that of "
+                "the model's fine-tuning, PROMPT_TEMPLATE.default for example"
             )
         rows = load_rows(dataset, "train")
         pairs = rows.map(
-            _TokenizePair(built, resolve_map_fn(dataset_map_fn)),
+            _TokenizePair(built, template, resolve_map_fn(dataset_map_fn)),
             with_indices=True,
             remove_columns=rows.column_names,
             num_proc=num_processes(num_proc, len(rows)),
@@ -291,8 +298,8 @@ def preference_packed_collate_fn(
 class _TokenizePair:
     """Map a row to the token ids of a prompt and two answers."""
 
-    def __init__(self, tokenizer: Any, map_fn: Callable | None) -> None:
-        self._tokenizer, self._map_fn = tokenizer, map_fn
+    def __init__(self, tokenizer: Any, chat_template: str, map_fn: Callable | None) -> None:
+        self._tokenizer, self._template, self._map_fn = tokenizer, chat_template, map_fn
 
     def __call__(self, row: Mapping, index: int) -> dict[str, list[int]]:
         made = row if self._map_fn is None else self._map_fn(row)
@@ -317,7 +324,10 @@ class _TokenizePair:
 
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> str:
         return self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            messages,
+            chat_template=self._template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
         )
 
     def _encode(self, text: str) -> list[int]:
