@@ -59,6 +59,18 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         cache_implementation=None,
     ),
     "Phi-3": partial(make, "phi3", sliding_window=4),
+    "Phi": partial(make, "phi"),
     "Cohere": partial(make, "cohere", use_qk_norm=True),
+    "Cohere2": partial(
+        make,
+        "cohere2",
+        sliding_window=4,
+        sliding_window_pattern=2,
+        cache_implementation=None,
+    ),
     "Starcoder2": partial(make, "starcoder2", sliding_window=4),
+    "GLM-4": partial(make, "glm", head_dim=8),
+    "Granite": partial(make, "granite"),
+    "OLMo": partial(make, "olmo", clip_qkv=0.8),
+    "OLMo-2": partial(make, "olmo2"),
 }

@@ -27,6 +27,8 @@ GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 # one token, the window of 4 and one over it, neighbours of one token
 LENGTHS = [5, 13, 1, 4, 1, 9]
+# of every kind one: plain, with windows and a cap, older with experts
+SOME = ["Llama", "Gemma2", "Qwen2-MoE"]
 # experts are products of the tokens that chose them: what others choose moves the last bits
 EXPERTS = {"Mixtral", "Qwen2-MoE"}
 
@@ -55,11 +57,13 @@ def run_alone(model, tokens, lengths=LENGTHS):
     return torch.cat([model(part).logits for part in tokens.split(lengths, dim=1)], dim=1)
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request):
-    return request.param
+every_family = pytest.mark.parametrize("family", FAMILIES)
+some_families = pytest.mark.parametrize("family", SOME)
+# on a GPU the kernels are at stake
+families_of_device = pytest.mark.parametrize("family", FAMILIES if GPU else SOME)
 
 
+@families_of_device
 def test_a_document_changes_no_bit_of_the_others(family):
     model = build(of_kernel_size(family), torch.bfloat16 if GPU else torch.float32)
     dispatch_packed(model)
@@ -90,10 +94,10 @@ def test_a_document_changes_no_bit_of_the_others(family):
 
 def of_kernel_size(family):
     """Build with heads of 16 channels, which kernels take."""
-    settings = {"hidden_size": 64} | ({"head_dim": 16} if family.startswith("Gemma") else {})
-    return partial(FAMILIES[family], **settings)
+    return partial(FAMILIES[family], hidden_size=64, head_dim=16)
 
 
+@families_of_device
 @pytest.mark.parametrize("dtype", [torch.float32] + [torch.bfloat16] * GPU, ids=str)
 def test_errs_like_eager_documents_alone(monkeypatch, family, dtype):
     """Errors are means over draws: which of two right results errs more is luck."""
@@ -127,6 +131,7 @@ class _LargestTensor(TorchDispatchMode):
         return out
 
 
+@every_family
 def test_no_square_of_the_row_is_made(family):
     model = build(FAMILIES[family], torch.float32)
     lengths = [20] * 30
@@ -140,6 +145,7 @@ def test_no_square_of_the_row_is_made(family):
     assert seen.numel < tokens.numel() ** 2 / 4
 
 
+@every_family
 def test_positions_are_those_in_the_documents(family):
     model = build(FAMILIES[family], torch.float32)
     dispatch_packed(model)
@@ -155,6 +161,7 @@ def test_positions_are_those_in_the_documents(family):
     assert torch.equal(positions[2], layout.positions + 1)
 
 
+@some_families
 def test_rows_of_packs_equal_the_same_documents_in_one_row(family):
     model = build(FAMILIES[family])
     dispatch_packed(model)
@@ -164,6 +171,7 @@ def test_rows_of_packs_equal_the_same_documents_in_one_row(family):
     torch.testing.assert_close(rows, run_packed(model, tokens, lengths), rtol=0, atol=1e-12)
 
 
+@some_families
 def test_the_implementation_that_transformers_would_use_is_of_no_matter(family):
     builder = FAMILIES[family]
     eager, sdpa = build(builder), build(lambda: builder(implementation="sdpa"))
@@ -175,6 +183,7 @@ def test_the_implementation_that_transformers_would_use_is_of_no_matter(family):
     assert [m.config._attn_implementation for m in (eager, sdpa)] == ["eager", "sdpa"]
 
 
+@every_family
 def test_generation_with_a_cache_is_transformers_own(family):
     model = build(FAMILIES[family], torch.float32).eval()
     theirs = copy.deepcopy(model)
@@ -202,7 +211,7 @@ def generate(model, tokens):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen2-MoE"])
+@pytest.mark.parametrize("name", SOME)
 def test_activation_checkpointing_changes_no_bit(name, use_reentrant):
     plain, checkpointed = (build(FAMILIES[name], torch.float32).train() for _ in range(2))
     checkpointed.enable_input_require_grads()
@@ -252,7 +261,7 @@ def test_autocast_reaches_attention_in_its_dtype(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["Mistral", "Mixtral", "Qwen2-MoE", "Gemma2", "Phi-3", "Starcoder2"]
+    "name", ["Mistral", "Mixtral", "Qwen2-MoE", "Gemma2", "Phi-3", "Cohere2", "Starcoder2"]
 )
 def test_a_window_one_token_wider_would_be_noticed(name):
     narrow = build(FAMILIES[name])
