@@ -108,9 +108,12 @@ class CarriedStates:
         self._after[layer_idx] = conv_states.detach(), ssm_states.detach()
 
     def state_dict(self) -> dict:
-        """Return what a checkpoint needs."""
-        return {"chunk": self._chunk, "states": self._after}
+        """Return what a checkpoint needs, on the CPU."""
+        states = {layer: tuple(t.cpu() for t in pair) for layer, pair in self._after.items()}
+        return {"chunk": self._chunk, "states": states}
 
-    def load_state_dict(self, saved: dict) -> None:
+    def load_state_dict(self, saved: dict, device: torch.device | str) -> None:
         """Go on after the batch that was the last before :meth:`state_dict`."""
-        self._chunk, self._after = saved["chunk"], saved["states"]
+        states = saved["states"].items()
+        self._after = {layer: tuple(t.to(device) for t in pair) for layer, pair in states}
+        self._chunk = saved["chunk"]

@@ -1,6 +1,12 @@
 """Documents to packs to batches."""
 
 from xtuner_mamba.dataset.buckets import BucketBatchSampler
+from xtuner_mamba.dataset.carried_chunks import (
+    CarriedChunkBatchSampler,
+    ChunkDataset,
+    carried_collate_fn,
+    process_chunk_dataset,
+)
 from xtuner_mamba.dataset.collate import packed_collate_fn
 from xtuner_mamba.dataset.document_dataset import DocumentDataset, process_document_dataset
 from xtuner_mamba.dataset.map_fns import document_map_fn
@@ -20,6 +26,8 @@ from xtuner_mamba.dataset.token_budget import TokenBudgetBatchSampler
 
 __all__ = [
     "BucketBatchSampler",
+    "CarriedChunkBatchSampler",
+    "ChunkDataset",
     "DocumentDataset",
     "PackedDataset",
     "PackingReport",
@@ -27,12 +35,14 @@ __all__ = [
     "RedrawSampler",
     "TokenBudgetBatchSampler",
     "VarlenPacker",
+    "carried_collate_fn",
     "document_map_fn",
     "packed_collate_fn",
     "padded_collate_fn",
     "plan_best_fit",
     "plan_wrap",
     "preference_packed_collate_fn",
+    "process_chunk_dataset",
     "process_document_dataset",
     "process_packed_dataset",
     "process_preference_dataset",

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed
@@ -9,6 +10,7 @@ from mmengine.dist import all_reduce, get_world_size, is_distributed
 from torch import Tensor
 from xtuner.utils.device import get_device
 
+from xtuner_mamba.carry import CarriedRows
 from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout
 
 
@@ -164,4 +166,6 @@ def layout_of_batch(data: dict) -> PackedLayout:
             f"cumulative_len must cover the batch of {shape[0]} x {shape[1]} tokens, got "
             f"{layout.total}; the pack was cut or padded after packing"
         )
+    if "carried" in data:
+        layout = replace(layout, carried=CarriedRows.from_batch(data["carried"]))
     return layout

@@ -1,10 +1,13 @@
 """Hand each batch's boundaries, and its optimizer step's target count, to the model."""
 
+from dataclasses import replace
+
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from xtuner.utils.device import get_device
 
+from xtuner_mamba.engine.hooks.carried_state_hook import carried_states
 from xtuner_mamba.engine.step_windows import (
     StepWindows,
     TokenWindows,
@@ -60,6 +63,11 @@ def publish_batch(batch: dict) -> None:
     del data["cumulative_len"]
     for name in ("max_seqlen", "num_pairs"):
         data.pop(name, None)
+    carried = data.pop("carried", None)
+    if carried is not None:
+        states = carried_states()
+        states.begin(carried)
+        layout = replace(layout, carried=replace(layout.carried, states=states))
     publish_layout(layout.to(get_device()), data.pop("mean_targets", None))
 
 
