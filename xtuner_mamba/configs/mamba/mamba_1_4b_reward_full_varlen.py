@@ -1,0 +1,168 @@
+"""Reward model on a fine-tuned Mamba-1.4B, packed rows of 8,192 tokens, one epoch.
+
+Hardware: one GPU of 48 GB (22 GB of weights, gradients and Adam state, the rest is activations).
+Run:      xtuner train mamba_1_4b_reward_full_varlen
+Data:     rows with prompt, chosen and rejected, lists of messages with role and content; another
+          form needs another dataset_map_fn.
+"""
+
+from datasets import load_dataset
+from mmengine.dataset import DefaultSampler
+from mmengine.hooks import (
+    CheckpointHook,
+    DistSamplerSeedHook,
+    IterTimerHook,
+    LoggerHook,
+    ParamSchedulerHook,
+)
+from mmengine.optim import AmpOptimWrapper, CosineAnnealingLR, LinearLR
+from torch.optim import AdamW
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from xtuner.dataset.preference_dataset import orpo_dpo_mix_40k_map_fn
+from xtuner.engine.hooks import DatasetInfoHook
+from xtuner.engine.runner import TrainLoop
+from xtuner.utils import PROMPT_TEMPLATE
+
+from xtuner_mamba.dataset import preference_packed_collate_fn, process_preference_dataset
+from xtuner_mamba.engine import MambaOptimWrapperConstructor
+from xtuner_mamba.engine.hooks import PackedLayoutHook
+from xtuner_mamba.model import PackedRewardModel
+
+# PART 1  Settings
+# Model
+pretrained_model_name_or_path = "work_dirs/mamba_1_4b_full_alpaca_e3_varlen/hf"  # fine-tuned
+use_varlen_attn = True
+reward_token_id = 0  # <|endoftext|>, after every answer: its reward is read there
+loss_type = "ranking"  # One of ["ranking", "focal"]
+penalty_type = "log_barrier"  # One of ["log_barrier", "L2", "none"]
+
+# Data
+data_path = "mlabonne/orpo-dpo-mix-40k"
+prompt_template = PROMPT_TEMPLATE.default  # of the fine-tuning
+max_length = 2048  # tokens of a prompt with an answer
+max_packed_length = 8192  # tokens of a row, which holds many pairs
+
+# Scheduler & Optimizer
+batch_size = 1  # rows per device; raise max_packed_length instead
+accumulative_counts = 4  # the loss is the mean over the pairs of 4 rows per device
+dataloader_num_workers = 4
+max_epochs = 1
+optim_type = AdamW
+lr = 2e-5
+betas = (0.9, 0.999)
+weight_decay = 0
+max_norm = 1  # grad clip
+warmup_ratio = 0.03
+
+# Save
+save_steps = 500
+save_total_limit = 2  # Maximum checkpoints to keep (-1 means unlimited)
+
+# PART 2  Model & Tokenizer
+tokenizer = dict(
+    type=AutoTokenizer.from_pretrained,
+    pretrained_model_name_or_path=pretrained_model_name_or_path,
+    padding_side="right",
+)
+
+model = dict(
+    type=PackedRewardModel,
+    use_varlen_attn=use_varlen_attn,
+    reward_token_id=reward_token_id,
+    loss_type=loss_type,
+    penalty_type=penalty_type,
+    llm=dict(
+        type=AutoModelForCausalLM.from_pretrained,
+        pretrained_model_name_or_path=pretrained_model_name_or_path,
+    ),
+)
+
+# PART 3  Dataset & Dataloader
+train_dataset = dict(
+    type=process_preference_dataset,
+    dataset=dict(type=load_dataset, path=data_path),
+    tokenizer=tokenizer,
+    prompt_template=prompt_template,
+    max_length=max_length,
+    max_packed_length=max_packed_length,
+    dataset_map_fn=orpo_dpo_mix_40k_map_fn,
+    is_dpo=False,
+    is_reward=True,
+    reward_token_id=reward_token_id,
+    use_varlen_attn=use_varlen_attn,
+    too_long="drop",  # counted in the log
+)
+
+train_dataloader = dict(
+    batch_size=batch_size,
+    num_workers=dataloader_num_workers,
+    dataset=train_dataset,
+    sampler=dict(type=DefaultSampler, shuffle=True),
+    collate_fn=dict(type=preference_packed_collate_fn),
+)
+
+# PART 4  Scheduler & Optimizer
+# bfloat16 needs no loss scaling
+optim_wrapper = dict(
+    type=AmpOptimWrapper,
+    dtype="bfloat16",
+    loss_scale=1.0,
+    constructor=MambaOptimWrapperConstructor,
+    optimizer=dict(type=optim_type, lr=lr, betas=betas, weight_decay=weight_decay),
+    clip_grad=dict(max_norm=max_norm, error_if_nonfinite=False),
+    accumulative_counts=accumulative_counts,
+)
+
+param_scheduler = [
+    dict(
+        type=LinearLR,
+        start_factor=1e-5,
+        by_epoch=True,
+        begin=0,
+        end=warmup_ratio * max_epochs,
+        convert_to_iter_based=True,
+    ),
+    dict(
+        type=CosineAnnealingLR,
+        eta_min=0.0,
+        by_epoch=True,
+        begin=warmup_ratio * max_epochs,
+        end=max_epochs,
+        convert_to_iter_based=True,
+    ),
+]
+
+train_cfg = dict(type=TrainLoop, max_epochs=max_epochs)
+
+# PART 5  Runtime
+# without XTuner's ThroughputHook: its FLOPs are those of attention
+custom_hooks = [
+    dict(type=PackedLayoutHook),
+    dict(type=DatasetInfoHook, tokenizer=tokenizer),
+]
+
+default_hooks = dict(
+    timer=dict(type=IterTimerHook),
+    logger=dict(type=LoggerHook, log_metric_by_epoch=False, interval=10),
+    param_scheduler=dict(type=ParamSchedulerHook),
+    checkpoint=dict(
+        type=CheckpointHook,
+        by_epoch=False,
+        interval=save_steps,
+        max_keep_ckpts=save_total_limit,
+    ),
+    sampler_seed=dict(type=DistSamplerSeedHook),
+)
+
+env_cfg = dict(
+    cudnn_benchmark=False,
+    mp_cfg=dict(mp_start_method="fork", opencv_num_threads=0),
+    dist_cfg=dict(backend="nccl"),
+)
+
+visualizer = None
+log_level = "INFO"
+load_from = None
+resume = False
+randomness = dict(seed=None, deterministic=False)
+log_processor = dict(by_epoch=False)
