@@ -78,9 +78,15 @@ def make_zamba() -> PreTrainedModel:
 
 
 def make_mamba2(n_groups: int = 1) -> PreTrainedModel:
-    """Two layers of Mamba-2."""
+    """Two layers of Mamba-2, with limits that some of the step sizes exceed."""
     config = Mamba2Config(
-        **_COMMON, **_PURE, num_heads=4, head_dim=8, n_groups=n_groups, chunk_size=8
+        **_COMMON,
+        **_PURE,
+        num_heads=4,
+        head_dim=8,
+        n_groups=n_groups,
+        chunk_size=8,
+        time_step_limit=(0.1, 1.5),
     )
     return Mamba2ForCausalLM(config)
 

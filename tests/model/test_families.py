@@ -124,6 +124,19 @@ def test_generation_respects_left_padding(name):
     assert relative_rms(leaking, alone) > 1e-2
 
 
+@pytest.mark.parametrize("name", ["Mamba", "Falcon-Mamba", "Mamba-2"])
+def test_a_prompt_starts_a_used_cache_afresh(name):
+    model = make(MIXER_FAMILIES[name], torch.float32)
+    packed, _ = dispatched(model)
+    tokens = draw_tokens(model.config.vocab_size)
+    with torch.no_grad():
+        cache = packed(tokens[:, :7], use_cache=True).cache_params
+        again = packed(
+            tokens[:, 7:13], use_cache=True, cache_params=cache, cache_position=torch.arange(4)
+        ).logits
+    torch.testing.assert_close(again, model(tokens[:, 7:13]).logits, rtol=1e-3, atol=1e-3)
+
+
 def generate(model, tokens, attention_mask=None):
     return model.generate(
         tokens,
