@@ -99,7 +99,7 @@ def coarse_buckets(report: LengthReport) -> list[Bucket]:
 
 
 def seldom_seen(report: LengthReport) -> list[tuple[int, Bucket]]:
-    """Return buckets that drawing by square roots shows far more often, each with its least length."""
+    """Return buckets seen far more often if drawn by square roots, each with its least length."""
     lowest = [1, *(bucket.boundary + 1 for bucket in report.buckets)]
     return [
         (least, bucket)

@@ -22,15 +22,22 @@ def check_boundary_hook(training: Training) -> Finding | str:
     Raises:
         NotApplicable: The config does not tell the model.
     """
+    names = [type(hook).__name__ for hook in training.boundary_hooks]
+    if not training.uses_varlen and names:
+        return Finding(
+            f"use_varlen_attn is False, and {names[0]} has none to publish",
+            "take it out of custom_hooks, or set use_varlen_attn = True",
+            "custom_hooks",
+        )
     if not training.uses_varlen:
         raise NotApplicable("use_varlen_attn is False: the model is told no boundaries")
-    if not training.boundary_hooks:
+    if not names:
         return Finding(
             "use_varlen_attn is True, and no hook of custom_hooks publishes boundaries",
             "add dict(type=PackedLayoutHook) from xtuner_mamba.engine.hooks to custom_hooks",
             "custom_hooks",
         )
-    return f"{type(training.boundary_hooks[0]).__name__} publishes boundaries"
+    return f"{names[0]} publishes boundaries"
 
 
 def check_state_leak(training: Training) -> Finding | str:

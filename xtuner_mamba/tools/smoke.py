@@ -51,8 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     steps = Steps(training, args.steps)
     checks = {
         "padding": partial(check_padding, training),
-        "labels of padding": partial(check_padding_labels, training),
-        "labels of prompts": partial(check_prompts, training),
+        "padding labels": partial(check_padding_labels, training),
+        "prompt labels": partial(check_prompts, training),
         "first tokens": partial(check_first_tokens, training),
         "leak test": partial(check_state_leak, training),
         "loss falls": steps.check_loss,
@@ -127,7 +127,7 @@ class Steps:
                     losses = model(**fed, mode="loss")
                 loss, _ = model.parse_losses(losses)
                 wrapper.backward(wrapper.scale_loss(loss))
-            self.losses.append(float(loss))
+            self.losses.append(loss.item())
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             self._are_finite.append(all(bool(g.isfinite().all()) for g in gradients))
             # only a loss scale gets over it
