@@ -5,6 +5,7 @@ That packs equal documents alone is in test_families.py, for these families too.
 
 import copy
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
@@ -336,8 +337,7 @@ def full_causal(q, k, v, dropout, softmax_scale, causal, **kwargs):
 def test_the_path_of_xtuner_leaks_where_ours_does_not(monkeypatch, name, forward):
     """Once this fails, XTuner has mended its own."""
     module, function = forward.split(":")
-    package = "xtuner.model.modules.dispatch"
-    stock = getattr(__import__(f"{package}.{module}", fromlist=[function]), function)
+    stock = getattr(import_module(f"xtuner.model.modules.dispatch.{module}"), function)
     installed = {"flash_attn_func": full_causal, "_flash_supports_window_size": True}
     for attribute, value in installed.items():
         monkeypatch.setattr(modeling_flash_attention_utils, attribute, value, raising=False)
@@ -461,3 +461,9 @@ def test_attention_outside_a_known_decoder_is_refused():
     model = nn.Sequential(modeling_llama.LlamaAttention(config, 0))
     with pytest.raises(RuntimeError, match=r"every LlamaAttention must .* outside in Sequential"):
         dispatch_packed(model)
+
+
+def test_deepseek_of_xtuner_does_not_import_with_its_own_pin():
+    """Once this fails, DeepSeek-V2 can have a path."""
+    with pytest.raises(ImportError, match="is_torch_greater_or_equal_than_1_13"):
+        import_module("xtuner.model.transformers_models")
