@@ -1,0 +1,173 @@
+"""mamba_ssm's own ``Mamba`` and ``Mamba2``: dispatched by name, exact on packs.
+
+The package needs a GPU to be imported. Elsewhere modules stand in for its own that have their
+names, parameters and settings, but no forward.
+"""
+
+import pytest
+import torch
+from family_proof import InFloat64
+from mixer_oracles import mamba2_token_by_token
+from torch import nn
+from transformers import MambaConfig
+from transformers.models.mamba.modeling_mamba import MambaMixer
+
+from xtuner_mamba.layout import PackedLayout
+from xtuner_mamba.model import dispatch_packed
+from xtuner_mamba.testing import relative_rms
+
+LENGTHS = [5, 17, 1, 2, 9]
+LAYOUT = PackedLayout.from_lengths(LENGTHS)
+HIDDEN = 16
+
+
+class Mamba(nn.Module):
+    """Parameters and settings of ``mamba_ssm.modules.mamba_simple.Mamba``."""
+
+    activation = "silu"
+
+    def __init__(self, d_inner=32, d_state=5, dt_rank=3, d_conv=4):
+        super().__init__()
+        self.in_proj = nn.Linear(HIDDEN, 2 * d_inner, bias=False)
+        self.conv1d = nn.Conv1d(d_inner, d_inner, d_conv, groups=d_inner)
+        self.x_proj = nn.Linear(d_inner, dt_rank + 2 * d_state, bias=False)
+        self.dt_proj = nn.Linear(dt_rank, d_inner)
+        self.A_log = nn.Parameter(torch.randn(d_inner, d_state))
+        self.D = nn.Parameter(torch.randn(d_inner))
+        self.out_proj = nn.Linear(d_inner, HIDDEN, bias=False)
+
+    def forward(self, hidden_states, inference_params=None):
+        return "their own", inference_params
+
+
+class RMSNormGated(nn.Module):
+    """Parameters and settings of mamba_ssm's gated norm."""
+
+    def __init__(self, dim, group_size, norm_before_gate):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim))
+        self.eps = 1e-5
+        self.group_size, self.norm_before_gate = group_size, norm_before_gate
+
+
+class Mamba2(nn.Module):
+    """Parameters and settings of ``mamba_ssm.modules.mamba2.Mamba2``."""
+
+    activation = "silu"
+
+    def __init__(
+        self,
+        d_inner=32,
+        d_ssm=None,
+        d_state=5,
+        headdim=8,
+        ngroups=1,
+        D_has_hdim=False,
+        rmsnorm=True,
+        norm_before_gate=False,
+        dt_limit=(0.0, float("inf")),
+    ):
+        super().__init__()
+        self.d_ssm = d_ssm or d_inner
+        self.d_state, self.headdim, self.ngroups = d_state, headdim, ngroups
+        self.rmsnorm, self.norm_before_gate, self.dt_limit = rmsnorm, norm_before_gate, dt_limit
+        nheads = self.d_ssm // headdim
+        conv_dim = self.d_ssm + 2 * ngroups * d_state
+        self.in_proj = nn.Linear(HIDDEN, 2 * d_inner + 2 * ngroups * d_state + nheads, bias=False)
+        self.conv1d = nn.Conv1d(conv_dim, conv_dim, 4, groups=conv_dim)
+        self.dt_bias = nn.Parameter(torch.randn(nheads))
+        self.A_log = nn.Parameter(torch.randn(nheads))
+        self.D = nn.Parameter(torch.randn(self.d_ssm if D_has_hdim else nheads))
+        if rmsnorm:
+            self.norm = RMSNormGated(self.d_ssm, self.d_ssm // ngroups, norm_before_gate)
+        self.out_proj = nn.Linear(d_inner, HIDDEN, bias=False)
+
+    def forward(self, u, seqlen=None, seq_idx=None, cu_seqlens=None, inference_params=None):
+        return "their own", inference_params
+
+
+def draw_hidden_states():
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(1, LAYOUT.total, HIDDEN, generator=draw, dtype=torch.float64)
+
+
+def outputs_and_parameter_grads(mixer, forward, hidden_states):
+    mixer.zero_grad()
+    y = forward(hidden_states)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    (y * weights).sum().backward()
+    return {"y": y.detach()} | {n: p.grad.clone() for n, p in mixer.named_parameters()}
+
+
+def assert_packed_equals(mixer, alone):
+    """Compare a mixer on the row with ``alone`` on each document, output and gradients."""
+
+    def one_by_one(x):
+        return torch.cat([alone(document) for document in x.split(LENGTHS, dim=1)], dim=1)
+
+    x = draw_hidden_states()
+    owner = alone if isinstance(alone, nn.Module) else mixer
+    exact = outputs_and_parameter_grads(owner, one_by_one, x)
+    with LAYOUT.published():
+        actual = outputs_and_parameter_grads(mixer, mixer, x)
+    assert actual.keys() == exact.keys()
+    errors = {name: relative_rms(actual[name], exact[name]) for name in exact}
+    assert max(errors.values()) < 1e-12, errors
+
+
+def test_mamba_is_the_mixer_of_transformers():
+    torch.manual_seed(0)
+    mixer = Mamba().double()
+    config = MambaConfig(hidden_size=HIDDEN, state_size=5, time_step_rank=3)
+    theirs = MambaMixer(config, layer_idx=0).double()
+    theirs.load_state_dict(mixer.state_dict())
+    assert dispatch_packed(mixer).counts == {"Mamba": 1}
+    with InFloat64():
+        assert_packed_equals(mixer, theirs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        dict(ngroups=2),
+        dict(D_has_hdim=True, norm_before_gate=True, ngroups=2),
+        dict(rmsnorm=False, dt_limit=(0.1, 1.5)),
+        dict(d_inner=32, d_ssm=16),
+    ],
+    ids=str,
+)
+def test_mamba2_is_the_recurrence(settings):
+    torch.manual_seed(0)
+    mixer = Mamba2(**settings).double()
+    assert dispatch_packed(mixer).counts == {"Mamba2": 1}
+    assert_packed_equals(mixer, lambda document: mamba2_token_by_token(mixer, document))
+
+
+@pytest.mark.parametrize("build", [Mamba, Mamba2])
+def test_generation_is_theirs(build):
+    mixer = build().double()
+    dispatch_packed(mixer)
+    x = draw_hidden_states()
+    assert mixer(x, inference_params=3) == ("their own", 3)
+    with LAYOUT.published(), pytest.raises(RuntimeError, match="use_cache must be False"):
+        mixer(x, inference_params=3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="mamba_ssm needs a GPU")
+@pytest.mark.parametrize("path", ["mamba_simple.Mamba", "mamba2.Mamba2"])
+def test_mamba_ssm_itself(path):
+    module, name = path.split(".")
+    build = getattr(pytest.importorskip(f"mamba_ssm.modules.{module}"), name)
+    torch.manual_seed(0)
+    mixer = build(128).cuda()
+    x = torch.randn(1, LAYOUT.total, 128, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        alone = torch.cat([mixer(document) for document in x.split(LENGTHS, dim=1)], dim=1)
+        assert dispatch_packed(mixer).counts == {name: 1}
+        with LAYOUT.to("cuda").published():
+            packed = mixer(x)
+        with PackedLayout.from_lengths([LAYOUT.total]).to("cuda").published():
+            leaking = mixer(x)
+    assert relative_rms(packed, alone) < 2e-2
+    assert relative_rms(leaking, alone) > 5e-2
