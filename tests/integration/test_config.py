@@ -8,6 +8,13 @@ import torch
 from mmengine.config import Config
 from transformers import GPT2Config, LlamaConfig, MambaConfig
 
+from xtuner_mamba.dataset import process_document_dataset
+from xtuner_mamba.engine.hooks import (
+    CarriedStateHook,
+    ExposureHook,
+    LengthCurriculumHook,
+    LengthExtrapolationHook,
+)
 from xtuner_mamba.integration import config_rewrites, deepspeed
 from xtuner_mamba.integration.config_checks import ConfigError, check_packed_training, type_name
 from xtuner_mamba.integration.train import CheckCfg
@@ -129,6 +136,71 @@ def test_documents_in_buckets_are_checked_like_packs(write_config, tiny, args, o
     bucket.merge_from_dict({f"train_dataloader.dataset.{key}": v for key, v in option.items()})
     with pytest.raises(ConfigError, match=rf"^train_dataloader.dataset: {message}"):
         check_packed_training(bucket, args)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            {"batch_sampler.boundaries": [512, 128]},
+            r"^train_dataloader.batch_sampler: boundaries must .* got \[512, 128\]; ",
+        ),
+        (
+            {"batch_sampler.tokens_per_batch": "16k"},
+            r"^train_dataloader.batch_sampler: tokens_per_batch .* got '16k'",
+        ),
+        (
+            {"batch_sampler.boundries": [512]},
+            r"^train_dataloader.batch_sampler: .* got 'boundries'; write 'boundaries'",
+        ),
+        (
+            {"batch_sampler.type": "TokenBudgetBatchSampler"},
+            r"^train_dataloader.batch_sampler: TokenBudgetBatchSampler .* got 'boundaries'; it has",
+        ),
+        ({"dataset.max_length": 4096}, "the dataset's max_length, got 2048 and 4096; set max"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_batch_samplers_are_checked_before_anything_is_built(
+    write_config, tiny, args, option, message
+):
+    model = str(tiny / "model")
+    path = write_config("mamba_130m_full_alpaca_e3_bucket", pretrained_model_name_or_path=model)
+    bucket = Config.fromfile(path)
+    bucket.merge_from_dict({f"train_dataloader.{key}": value for key, value in option.items()})
+    with pytest.raises(ConfigError, match=message):
+        check_packed_training(bucket, args)
+
+
+def test_misspelt_arguments_of_model_and_hooks_are_refused_with_the_right_ones(template, args):
+    template.model.fuse_nrom = False
+    message = r"^model: PackedSupervisedFinetune .* got 'fuse_nrom'; write 'fuse_norm'$"
+    with pytest.raises(ConfigError, match=message):
+        check_packed_training(template, args)
+    del template.model["fuse_nrom"]
+    # handed on to XTuner's constructor
+    template.model.use_activation_checkpointing = False
+    assert check_packed_training(template, args)
+    template.custom_hooks.append(dict(type=ExposureHook, boundary=[8]))
+    with pytest.raises(ConfigError, match=r"^custom_hooks\[3\]: .* got 'boundary'; write 'boundar"):
+        check_packed_training(template, args)
+
+
+def test_held_out_documents_are_checked_like_those_of_training(template, args):
+    held_out = dict(template.train_dataloader.dataset, type=process_document_dataset, max_length=1)
+    hook = dict(type=LengthExtrapolationHook, dataset=held_out, max_length=8192)
+    template.custom_hooks.append(hook)
+    with pytest.raises(ConfigError, match=r"^custom_hooks\[3\].dataset: max_length .* got 1; "):
+        check_packed_training(template, args)
+
+
+def test_parts_that_need_each_other_are_asked_for(template, args):
+    template.custom_hooks.append(dict(type=CarriedStateHook))
+    with pytest.raises(ConfigError, match=r"together, got batch_sampler None and custom_hooks \["):
+        check_packed_training(template, args)
+    template.custom_hooks[-1] = dict(type=LengthCurriculumHook, schedule=[(0, 8), (1, 9)])
+    with pytest.raises(ConfigError, match="with LengthCurriculumHook, got None; use a mamba_"):
+        check_packed_training(template, args)
 
 
 def test_token_accumulation_is_refused_with_deepspeed(template, args):

@@ -1,6 +1,7 @@
 """What a config must fulfil to train on packed documents, before anything is built."""
 
 import argparse
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +12,29 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmengine.utils import get_object_from_string
 from torch import nn
 
+from xtuner_mamba.dataset.arguments import check_names
+from xtuner_mamba.dataset.buckets import check_bucket_arguments
+from xtuner_mamba.dataset.carried_chunks import check_carried_arguments, check_chunk_arguments
 from xtuner_mamba.dataset.document_dataset import check_document_arguments
 from xtuner_mamba.dataset.preference import check_preference_arguments
 from xtuner_mamba.dataset.process import check_arguments
 from xtuner_mamba.dataset.sources import check_source
+from xtuner_mamba.dataset.token_budget import check_budget_arguments
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE, token_mixers
 
 _HOOKS = ("PackedLayoutHook", "VarlenAttnArgsToMessageHubHook")
 _DATALOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
+_OF_LIKE_LENGTHS = ("BucketBatchSampler", "TokenBudgetBatchSampler")
+# by the name of what is built: the check of its arguments
+_CHECKS = {
+    "process_packed_dataset": check_arguments,
+    "process_document_dataset": check_document_arguments,
+    "process_chunk_dataset": check_chunk_arguments,
+    "process_preference_dataset": check_preference_arguments,
+    "BucketBatchSampler": check_bucket_arguments,
+    "TokenBudgetBatchSampler": check_budget_arguments,
+    "CarriedChunkBatchSampler": check_carried_arguments,
+}
 
 
 class ConfigError(ValueError):
@@ -40,6 +56,7 @@ def check_packed_training(cfg: Config, args: argparse.Namespace) -> bool:
     """
     if cfg.get("framework", "mmengine").lower() == "huggingface" or not _uses_varlen(cfg):
         return False
+    _check_constructors(cfg)
     _check_batches(cfg)
     _check_row_length(cfg)
     _check_hooks(cfg)
@@ -49,7 +66,8 @@ def check_packed_training(cfg: Config, args: argparse.Namespace) -> bool:
     if covered:
         _check_rows_are_whole(cfg)
         _check_loop(cfg)
-    _check_datasets(cfg, covered)
+    _check_arguments(cfg, covered)
+    _check_batch_sampler(cfg)
     return covered
 
 
@@ -222,23 +240,69 @@ def _check_loop(cfg: Config) -> None:
         )
 
 
-def _check_datasets(cfg: Config, covered: bool) -> None:
-    checks = {
-        "process_packed_dataset": check_arguments,
-        "process_document_dataset": check_document_arguments,
-        "process_preference_dataset": check_preference_arguments,
-    }
+def _check_arguments(cfg: Config, covered: bool) -> None:
+    checks = dict(_CHECKS)
     if covered:
         # becomes ours before it is built
         checks["process_hf_dataset"] = check_arguments
         checks["build_preference_dataset"] = check_preference_arguments
-    for part in _DATALOADERS:
+    for part in (*_DATALOADERS, "custom_hooks"):
         for path, node in walk(cfg.get(part), part):
             check = checks.get(type_name(node))
             if check is None:
                 continue
             try:
                 check({name: node[name] for name in node if name != "type"})
-                check_source(node["dataset"])
+                if "dataset" in node:
+                    check_source(node["dataset"])
             except ValueError as error:
                 raise ConfigError(f"{path}: {error}") from None
+
+
+def _check_constructors(cfg: Config) -> None:
+    """Check the names that the model and our hooks are given."""
+    for part in ("model", "custom_hooks"):
+        for path, node in walk(cfg.get(part), part):
+            built = node.get("type")
+            if not isinstance(built, type) or not built.__module__.startswith("xtuner_mamba."):
+                continue
+            try:
+                check_names(built.__name__, set(node) - {"type"}, _constructor_names(built))
+            except ValueError as error:
+                raise ConfigError(f"{path}: {error}") from None
+
+
+def _constructor_names(cls: type) -> list[str]:
+    """Return the arguments of a constructor, those that it hands on to its base as well."""
+    names: list[str] = []
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(base.__init__).parameters.values())[1:]
+        names += [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return names
+
+
+def _check_batch_sampler(cfg: Config) -> None:
+    loader = cfg.train_dataloader
+    sampler, dataset = loader.get("batch_sampler") or {}, loader.get("dataset") or {}
+    name, hooks = type_name(sampler), [type_name(hook) for hook in cfg.get("custom_hooks") or ()]
+    if name == "BucketBatchSampler" and "boundaries" in sampler:
+        longest, last = dataset.get("max_length"), sampler["boundaries"][-1]
+        if isinstance(longest, int) and longest > last:
+            raise ConfigError(
+                f"the last of boundaries must hold the dataset's max_length, got {last} and "
+                f"{longest}; set max_length = boundaries[-1], or add a boundary"
+            )
+    if (name == "CarriedChunkBatchSampler") != ("CarriedStateHook" in hooks):
+        raise ConfigError(
+            f"CarriedChunkBatchSampler and CarriedStateHook must come together, got batch_sampler "
+            f"{name} and custom_hooks {hooks}; see mamba_130m_pretrain_jsonl_fixed_chunk_carried"
+        )
+    if "LengthCurriculumHook" in hooks and name not in _OF_LIKE_LENGTHS:
+        raise ConfigError(
+            f"batch_sampler must be one of {_OF_LIKE_LENGTHS} with LengthCurriculumHook, got "
+            f"{name}; use a mamba_*_bucket template, or leave the hook out"
+        )
