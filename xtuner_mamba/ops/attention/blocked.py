@@ -41,34 +41,49 @@ class BlockedAttentionFunction(torch.autograd.Function):
     def forward(ctx, q, k, v, blocks, scale, sliding_window, softcap):
         ctx.save_for_backward(q, k, v)
         ctx.arguments = blocks, scale, sliding_window, softcap
-        y = torch.empty_like(q)
-        for rows, columns in blocks:
-            q_b, k_b, v_b = _split(q[rows], k[columns], v[columns])
-            p, _ = _probabilities(q_b, k_b, rows, columns, scale, sliding_window, softcap)
-            y[rows] = torch.einsum("hgij,jhd->ihgd", p, v_b).flatten(1, 2)
-        return y
+        return _attention_fwd(q, k, v, blocks, scale, sliding_window, softcap)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        q, k, v = ctx.saved_tensors
-        blocks, scale, sliding_window, softcap = ctx.arguments
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        dq = torch.empty_like(q)
-        # a key gathers gradients from several blocks
-        dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-        for rows, columns in blocks:
-            q_b, k_b, v_b = _split(q[rows], k[columns], v[columns])
-            p, slope = _probabilities(q_b, k_b, rows, columns, scale, sliding_window, softcap)
-            dy_b = dy[rows].to(dtype).view_as(q_b)
-            dv[columns] += torch.einsum("hgij,ihgd->jhd", p, dy_b)
-            dp = torch.einsum("ihgd,jhd->hgij", dy_b, v_b)
-            ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
-            if slope is not None:
-                ds = ds * slope
-            dq[rows] = torch.einsum("hgij,jhd->ihgd", ds, k_b).flatten(1, 2)
-            dk[columns] += torch.einsum("hgij,ihgd->jhd", ds, q_b)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        # somebody may call it under autocast, which api.py has switched off for the forward
+        with torch.autocast(dy.device.type, enabled=False):
+            dq, dk, dv = _attention_bwd(dy, *ctx.saved_tensors, *ctx.arguments)
+        return dq, dk, dv, None, None, None, None
+
+
+def _attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, blocks: list[tuple[slice, slice]], scale: float,
+    sliding_window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    y = torch.empty_like(q)
+    for rows, columns in blocks:
+        q_b, k_b, v_b = _split(q[rows], k[columns], v[columns])
+        p, _ = _probabilities(q_b, k_b, rows, columns, scale, sliding_window, softcap)
+        y[rows] = torch.einsum("hgij,jhd->ihgd", p, v_b).flatten(1, 2)
+    return y
+
+
+def _attention_bwd(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: list[tuple[slice, slice]], scale: float,
+    sliding_window: int | None, softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.empty_like(q)
+    # a key gathers gradients from several blocks
+    dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+    for rows, columns in blocks:
+        q_b, k_b, v_b = _split(q[rows], k[columns], v[columns])
+        p, slope = _probabilities(q_b, k_b, rows, columns, scale, sliding_window, softcap)
+        dy_b = dy[rows].to(dtype).view_as(q_b)
+        dv[columns] += torch.einsum("hgij,ihgd->jhd", p, dy_b)
+        dp = torch.einsum("ihgd,jhd->hgij", dy_b, v_b)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+        if slope is not None:
+            ds = ds * slope
+        dq[rows] = torch.einsum("hgij,jhd->ihgd", ds, k_b).flatten(1, 2)
+        dk[columns] += torch.einsum("hgij,ihgd->jhd", ds, q_b)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _split(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
