@@ -21,7 +21,8 @@ from mixer_oracles import mamba2_token_by_token
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.model import dispatch_packed
-from xtuner_mamba.model.dispatch import token_mixers
+from xtuner_mamba.model.dispatch import mamba_lm, token_mixers
+from xtuner_mamba.model.loss import packed_loss
 from xtuner_mamba.testing import relative_rms
 
 FAMILIES = MIXER_FAMILIES | ATTENTION_FAMILIES
@@ -87,6 +88,22 @@ def test_recomputing_and_fused_norms_change_nothing(name):
     assert actual.keys() == expected.keys()
     for parameter, gradient in expected.items():
         assert relative_rms(actual[parameter], gradient) < 1e-4, parameter
+
+
+@pytest.mark.parametrize("name", MIXER_FAMILIES)
+def test_the_loss_needs_no_logits(monkeypatch, name):
+    model, _ = dispatched(make(MIXER_FAMILIES[name], torch.float32))
+    tokens = draw_tokens(model.config.vocab_size)
+    inputs = {"input_ids": tokens, "position_ids": LAYOUT.positions}
+    calls = []
+    op = mamba_lm.linear_cross_entropy
+    monkeypatch.setattr(mamba_lm, "linear_cross_entropy", lambda *a: calls.append(1) or op(*a))
+    losses = []
+    for fuse in (False, True):
+        with LAYOUT.published():
+            losses.append(packed_loss(model, inputs, tokens, LAYOUT, fuse=fuse))
+    assert len(calls) == 1
+    torch.testing.assert_close(losses[1], losses[0])
 
 
 @pytest.mark.parametrize("name", FAMILIES)

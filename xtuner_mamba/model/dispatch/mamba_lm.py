@@ -1,12 +1,13 @@
-"""Forwards around transformers' ``MambaMixer`` that spare the GPU passes over its memory.
+"""Forwards around transformers' Mamba mixers that spare the GPU passes over its memory.
 
-Replace ``MambaBlock.forward``, ``MambaRMSNorm.forward`` and ``MambaForCausalLM.forward`` of
-transformers 4.48. Where the fused ops do not act, they hand over to transformers.
+Replace those of the blocks, norms and language models of Mamba, Falcon-Mamba and Mamba-2, and of
+the norms and language models of Jamba, Zamba and Bamba, of transformers 4.48. Where the fused ops
+do not act, they hand over to transformers.
 """
 
 import torch
 from torch import Tensor, nn
-from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
+from transformers.modeling_outputs import CausalLMOutput, ModelOutput
 
 from xtuner_mamba.ops import NormWithResidual, linear_cross_entropy, rms_norm
 
@@ -68,41 +69,27 @@ def mamba_causal_lm_forward(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     inputs_embeds: Tensor | None = None,
-    cache_params=None,
-    labels: Tensor | None = None,
-    output_hidden_states: bool | None = None,
-    return_dict: bool | None = None,
-    use_cache: bool | None = None,
-    cache_position: Tensor | None = None,
+    position_ids: Tensor | None = None,
     *,
     targets: Tensor | None = None,
     **kwargs,
-) -> tuple | MambaCausalLMOutput:
+) -> tuple | ModelOutput:
     """Run transformers' forward; with ``targets`` sum their cross entropy and keep no logits.
 
     ``targets`` is the token that each token predicts, int64, ``(batch * seqlen,)``, -100 where
     there is none. All other arguments are those of transformers.
     """
+    inputs = dict(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds)
+    # without attention there are no positions
+    if self.base_model_prefix == "model":
+        inputs["position_ids"] = position_ids
     if targets is None:
-        return type(self).forward(
-            self,
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            cache_params,
-            labels,
-            output_hidden_states,
-            return_dict,
-            use_cache,
-            cache_position,
-            **kwargs,
-        )
-    hidden_states = self.backbone(
-        input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask, return_dict=True
-    ).last_hidden_state
+        return type(self).forward(self, **inputs, **kwargs)
+    decoder = getattr(self, self.base_model_prefix)
+    hidden_states = decoder(**inputs, return_dict=True).last_hidden_state
     weight = self.lm_head.weight
     loss = linear_cross_entropy(hidden_states.flatten(0, -2).to(weight.dtype), weight, targets)
-    return MambaCausalLMOutput(loss=loss)
+    return CausalLMOutput(loss=loss)
 
 
 def _fuses(wanted: bool | None, x: Tensor) -> bool:

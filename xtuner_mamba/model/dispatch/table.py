@@ -62,30 +62,26 @@ _ROTARY_TABLE = {
     for family in (*_ROTARY_FAMILIES, "Qwen2Moe")
 }
 
-FUSED_TABLE = {
-    "MambaBlock": "xtuner_mamba.model.dispatch.mamba_lm:mamba_block_forward",
-    "MambaRMSNorm": "xtuner_mamba.model.dispatch.mamba_lm:mamba_norm_forward",
-    "MambaForCausalLM": "xtuner_mamba.model.dispatch.mamba_lm:mamba_causal_lm_forward",
-    "FalconMambaBlock": "xtuner_mamba.model.dispatch.mamba_lm:mamba_block_forward",
-    "FalconMambaRMSNorm": "xtuner_mamba.model.dispatch.mamba_lm:mamba_norm_forward",
-    "FalconMambaForCausalLM": "xtuner_mamba.model.dispatch.mamba_lm:mamba_causal_lm_forward",
+_FUSED = "xtuner_mamba.model.dispatch.mamba_lm"
+_PURE_FAMILIES = ("Mamba", "FalconMamba", "Mamba2")
+_FUSED_FAMILIES = (*_PURE_FAMILIES, "Bamba", "Jamba", "Zamba")
+
+FUSED_TABLE = {f"{family}Block": f"{_FUSED}:mamba_block_forward" for family in _PURE_FAMILIES}
+FUSED_TABLE |= {f"{family}RMSNorm": f"{_FUSED}:mamba_norm_forward" for family in _FUSED_FAMILIES}
+FUSED_TABLE |= {
+    f"{family}ForCausalLM": f"{_FUSED}:mamba_causal_lm_forward" for family in _FUSED_FAMILIES
 }
 """Class name to ``module:function``, a forward that computes the same with fused ops."""
 
-_OPTIONS = {
-    "MambaMixer": ("recompute", "checkpointed_by"),
-    "FalconMambaMixer": ("recompute", "checkpointed_by"),
-    "JambaMambaMixer": ("recompute", "checkpointed_by"),
-    "ZambaMambaMixer": ("recompute", "checkpointed_by"),
-    "Mamba": ("recompute", "checkpointed_by"),
-    "Mamba2Mixer": ("recompute", "checkpointed_by"),
-    "BambaMixer": ("recompute", "checkpointed_by"),
-    "Mamba2": ("recompute", "checkpointed_by"),
-    "MambaBlock": ("fuse_norm",),
-    "MambaRMSNorm": ("fuse_norm",),
-    "FalconMambaBlock": ("fuse_norm",),
-    "FalconMambaRMSNorm": ("fuse_norm",),
+_OPTIONS_OF = {
+    "mamba_mixer_forward": ("recompute", "checkpointed_by"),
+    "mamba_ssm_mixer_forward": ("recompute", "checkpointed_by"),
+    "mamba2_mixer_forward": ("recompute", "checkpointed_by"),
+    "mamba2_ssm_mixer_forward": ("recompute", "checkpointed_by"),
+    "mamba_block_forward": ("fuse_norm",),
+    "mamba_norm_forward": ("fuse_norm",),
 }
+"""Arguments of ``dispatch_packed`` that a forward takes, by its name."""
 
 # transformers' names for layers that let tokens see each other
 _MIXER_NAME = re.compile(r"(Mixer|Attention|SdpaAttention|FlashAttention2)$")
@@ -212,6 +208,6 @@ def _forward_for(module: nn.Module, options: dict[str, object]) -> partial | Non
         return None
     module_name, function_name = path.split(":")
     forward = getattr(import_module(module_name), function_name)
-    bound = {option: options[option] for option in _OPTIONS.get(name, ())}
+    bound = {option: options[option] for option in _OPTIONS_OF.get(function_name, ())}
     # not a method, which would be pickled by a name that the class does not have
     return partial(forward, module, **bound)
