@@ -258,6 +258,27 @@ def test_autocast_reaches_attention_in_its_dtype(monkeypatch):
     assert dtypes == [{torch.bfloat16}] * 2
 
 
+@pytest.mark.skipif(not GPU, reason="asks something of a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
+def test_no_step_waits_for_the_gpu(name):
+    model = build(of_kernel_size(name), torch.bfloat16)
+    dispatch_packed(model)
+    tokens, layout = make_tokens(), PackedLayout.from_lengths(LENGTHS).to(DEVICE)
+
+    def step():
+        with layout.published():
+            packed_token_loss(model(tokens).logits, tokens, layout).backward()
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 # -- windows and rotary embeddings that depend on the length --------------------------------------
 
 

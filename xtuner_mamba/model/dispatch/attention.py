@@ -168,12 +168,8 @@ def decoder_forward(
         _refuse_mask(attention_mask)
     if position_ids is None:
         position_ids = layout.positions.view(tokens.shape[:2])
-    # a square of the row, 2 GB for 32,768 tokens in bfloat16
-    self._update_causal_mask = _no_mask
-    try:
+    with _without_masks(self):
         return type(self).forward(self, position_ids=position_ids, use_cache=False, **inputs)
-    finally:
-        del self._update_causal_mask
 
 
 def rotary_forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,6 +221,23 @@ def _refuse_mask(attention_mask: Tensor) -> None:
         "attention_mask must be None with packed documents, got one of shape "
         f"{tuple(attention_mask.shape)}; the layout alone says what belongs together"
     )
+
+
+@contextmanager
+def _without_masks(decoder: nn.Module) -> Iterator[None]:
+    """Spare a decoder its masks for the time of its forward.
+
+    That of attention is a square of the row, 2 GB for 32,768 tokens in bfloat16; for that of
+    hybrids' mixers a GPU is waited for.
+    """
+    names = [n for n in ("_update_causal_mask", "_update_mamba_mask") if hasattr(decoder, n)]
+    for name in names:
+        setattr(decoder, name, _no_mask)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(decoder, name)
 
 
 def _no_mask(*args: object, **kwargs: object) -> None:
