@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from mmengine.config import Config
-from transformers import GPT2Config, LlamaConfig, MambaConfig
+from transformers import GPT2Config, LlamaConfig, MambaConfig, MistralConfig
 
 from xtuner_mamba.dataset import process_document_dataset
 from xtuner_mamba.engine.hooks import (
@@ -238,8 +238,18 @@ def test_dataset_of_xtuner_is_checked_like_ours_that_it_becomes(stock, args):
             LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2),
             r"flash-attn must .* \['LlamaAttention'\] in LlamaForCausalLM, got none; ",
         ),
+        (
+            MistralConfig(
+                num_hidden_layers=1,
+                hidden_size=8,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                attention_dropout=0.1,
+            ),
+            r"attention_dropout of MistralAttention must be 0 .* got 0.1; load",
+        ),
     ],
-    ids=["nobody", "flash-attn"],
+    ids=["nobody", "flash-attn", "dropout"],
 )
 def test_model_without_a_varlen_path_is_named(
     template, args, tmp_path, monkeypatch, config, message

@@ -20,7 +20,7 @@ from xtuner_mamba.dataset.preference import check_preference_arguments
 from xtuner_mamba.dataset.process import check_arguments
 from xtuner_mamba.dataset.sources import check_source
 from xtuner_mamba.dataset.token_budget import check_budget_arguments
-from xtuner_mamba.model.dispatch import DISPATCH_TABLE, token_mixers
+from xtuner_mamba.model.dispatch import DISPATCH_TABLE, dispatch_packed, token_mixers
 
 _HOOKS = ("PackedLayoutHook", "VarlenAttnArgsToMessageHubHook")
 _DATALOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
@@ -170,6 +170,10 @@ def _check_model(llm: dict) -> bool:
         return False
     found = token_mixers(model)
     if found and set(found) <= set(DISPATCH_TABLE):
+        try:
+            dispatch_packed(model)
+        except RuntimeError as error:
+            raise ConfigError(str(error)) from None
         return True
     from xtuner.model.modules.dispatch import SUPPORT_FLASH2, VARLEN_ATTN_DISPATCH_MAPPING
 
@@ -220,8 +224,9 @@ def _check_rows_are_whole(cfg: Config) -> None:
     size = cfg.get("sequence_parallel_size", 1)
     if size != 1:
         raise ConfigError(
-            f"sequence_parallel_size must be 1 for a model with Mamba layers, got {size}; their "
-            "state runs along the row, which cannot be cut: lower max_length or use ZeRO instead"
+            f"sequence_parallel_size must be 1 with forwards of ours, got {size}; a Mamba's state "
+            "runs along the row, which cannot be cut, and our attention reads all of a document: "
+            "lower max_length or use ZeRO instead"
         )
 
 
