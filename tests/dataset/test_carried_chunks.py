@@ -95,6 +95,8 @@ def test_a_row_has_what_is_predicted_after_it(make_rows):
     for row, after in pairwise(read):
         expected = after["input_ids"][0] if after["continues"] else -100
         assert row["next_label"] == expected
+    assert dataset[2]["input_ids"] == list(range(2000, 2004))
+    assert (dataset[2]["continues"], dataset[2]["next_label"]) == (False, -100)
     # first tokens of pieces are no targets here
     assert read[1]["labels"] == [-100, *read[1]["input_ids"][1:]]
 

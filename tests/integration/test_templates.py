@@ -92,6 +92,8 @@ def test_template_trains_a_step(offline, tmp_path, name):
         cfg.train_dataloader.dataset.update(max_length=64, map_num_proc=1)
     if "batch_sampler" in cfg.train_dataloader:
         cfg.train_dataloader.batch_sampler.update(tokens_per_batch=256)
+        if "max_length" in cfg.train_dataloader.batch_sampler:
+            cfg.train_dataloader.batch_sampler.update(max_length=64)
     cfg.train_dataloader.update(num_workers=0)
     cfg.train_dataloader.pop("persistent_workers")
     cfg.train_cfg.update(max_epochs=None, max_iters=cfg.accumulative_counts)
@@ -126,3 +128,40 @@ def test_sizes_differ_in_their_settings_alone():
 def test_docstring_names_the_command(name):
     text = Path(templates()[name]).read_text()
     assert f"xtuner train {name}\n" in text.split('"""')[1]
+
+
+AIDS = {
+    "mamba_130m_full_alpaca_e3_bucket": dict(
+        log_throughput=True, exposure_freq=1, curriculum=[(0, 64), (1, 2048)]
+    ),
+    "mamba_130m_pretrain_jsonl_varlen": dict(
+        log_throughput=True, exposure_freq=1, extrapolation_freq=2, held_out_files="data/*.jsonl"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AIDS)
+def test_training_aids_work_where_a_template_has_them(offline, write_config, tmp_path, name):
+    cfg = Config.fromfile(write_config(name, max_length=64, accumulative_counts=1, **AIDS[name]))
+    if "boundaries" in cfg:
+        cfg.train_dataloader.batch_sampler.boundaries = [64]
+    args = argparse.Namespace(config=name, work_dir=None, deepspeed=None, launcher="none")
+    assert check_packed_training(cfg, args)
+    fit_cpu(cfg, args)
+    cfg.work_dir = str(tmp_path)
+    cfg.train_dataloader.update(num_workers=0)
+    cfg.train_dataloader.pop("persistent_workers")
+    cfg.train_cfg.update(max_epochs=None, max_iters=2)
+    cfg.param_scheduler = None
+    cfg.custom_hooks = [hook for hook in cfg.custom_hooks if "Chat" not in hook.type.__name__]
+    register_function(cfg._cfg_dict)
+    runner = Runner.from_cfg(cfg)
+    runner.train()
+    for scalar in ("tokens_per_sec", "tflops", "packing_percent"):
+        assert runner.message_hub.get_scalar(f"train/{scalar}").current() > 0
+    assert list(runner.message_hub.get_info("exposure_history")) == [1, 2]
+    pictures = {path.name for path in tmp_path.glob("*.png")}
+    expected = {"exposure.png"}
+    if "extrapolation_freq" in AIDS[name]:
+        expected.add("length_extrapolation.png")
+    assert pictures == expected

@@ -36,6 +36,8 @@ class Chunk(NamedTuple):
 class ChunkDataset(Dataset):
     """Documents, read by the chunks that ``CarriedChunkBatchSampler`` cuts.
 
+    ``dataset[i]`` is document ``i``, as a chunk that holds all of it.
+
     Args:
         documents: Where the tokens are.
         pieces: The documents to train on.
@@ -49,7 +51,9 @@ class ChunkDataset(Dataset):
     def __len__(self) -> int:
         return len(self.pieces)
 
-    def __getitem__(self, chunk: Chunk) -> dict[str, Any]:
+    def __getitem__(self, chunk: Chunk | int) -> dict[str, Any]:
+        if not isinstance(chunk, Chunk):
+            chunk = Chunk(0, 0, [chunk], [0], [self.length[chunk]])
         pieces = Pieces(*(np.asarray(column) for column in chunk[2:]))
         is_left = pieces.starts[-1] + pieces.lengths[-1] < self.length[chunk.documents[-1]]
         # the token after the chunk, if it is the last one's target

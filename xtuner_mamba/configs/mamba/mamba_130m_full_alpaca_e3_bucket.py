@@ -24,7 +24,12 @@ from xtuner.utils import PROMPT_TEMPLATE, SYSTEM_TEMPLATE
 
 from xtuner_mamba.dataset import BucketBatchSampler, padded_collate_fn, process_document_dataset
 from xtuner_mamba.engine import MambaOptimWrapperConstructor
-from xtuner_mamba.engine.hooks import PackedLayoutHook
+from xtuner_mamba.engine.hooks import (
+    ExposureHook,
+    LengthCurriculumHook,
+    PackedLayoutHook,
+    ThroughputHook,
+)
 from xtuner_mamba.model import PackedSupervisedFinetune
 
 # PART 1  Settings
@@ -65,6 +70,11 @@ evaluation_inputs = [
     "Please tell me five scenic spots in Shanghai",
     "Explain in one sentence why the sky is blue",
 ]
+
+# Training aids, off: see docs/lengths.md
+log_throughput = False
+exposure_freq = None  # iterations between tables of tokens and loss by length
+curriculum = None  # such as [(0, 256), (0.25, 512), (0.5, 2048)]: epochs and lengths that begin
 
 # PART 2  Model & Tokenizer
 tokenizer = dict(
@@ -157,6 +167,13 @@ custom_hooks = [
         prompt_template=prompt_template,
     ),
 ]
+
+if log_throughput:
+    custom_hooks.append(dict(type=ThroughputHook, tokens_per_batch=tokens_per_batch))
+if exposure_freq:
+    custom_hooks.append(dict(type=ExposureHook, boundaries=boundaries, interval=exposure_freq))
+if curriculum:
+    custom_hooks.append(dict(type=LengthCurriculumHook, schedule=curriculum))
 
 default_hooks = dict(
     timer=dict(type=IterTimerHook),

@@ -21,9 +21,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from xtuner.engine.hooks import DatasetInfoHook, EvaluateChatHook
 from xtuner.engine.runner import TrainLoop
 
-from xtuner_mamba.dataset import document_map_fn, packed_collate_fn, process_packed_dataset
+from xtuner_mamba.dataset import (
+    document_map_fn,
+    packed_collate_fn,
+    process_document_dataset,
+    process_packed_dataset,
+)
 from xtuner_mamba.engine import MambaOptimWrapperConstructor
-from xtuner_mamba.engine.hooks import PackedLayoutHook
+from xtuner_mamba.engine.hooks import (
+    ExposureHook,
+    LengthExtrapolationHook,
+    PackedLayoutHook,
+    ThroughputHook,
+)
 from xtuner_mamba.model import PackedSupervisedFinetune
 
 # PART 1  Settings
@@ -55,6 +65,12 @@ save_total_limit = 2  # Maximum checkpoints to keep (-1 means unlimited)
 # Evaluate the generation performance during the training
 evaluation_freq = 1000
 evaluation_inputs = ["The capital of France is", "Once upon a time"]
+
+# Training aids, off: see docs/lengths.md
+log_throughput = False
+exposure_freq = None  # iterations between tables of tokens and loss by length
+extrapolation_freq = None  # iterations between perplexities up to 8 x max_length
+held_out_files = "held_out/*.jsonl"  # for the perplexities
 
 # PART 2  Model & Tokenizer
 tokenizer = dict(
@@ -140,6 +156,28 @@ custom_hooks = [
         evaluation_inputs=evaluation_inputs,
     ),
 ]
+
+if log_throughput:
+    custom_hooks.append(dict(type=ThroughputHook, tokens_per_batch=max_length))
+if exposure_freq:
+    custom_hooks.append(dict(type=ExposureHook, interval=exposure_freq))
+if extrapolation_freq:
+    held_out_dataset = dict(
+        type=process_document_dataset,
+        dataset=dict(type=load_dataset, path="json", data_files=held_out_files),
+        tokenizer=tokenizer,
+        max_length=8 * max_length,
+        dataset_map_fn=document_map_fn,
+    )
+    custom_hooks.append(
+        dict(
+            type=LengthExtrapolationHook,
+            dataset=held_out_dataset,
+            max_length=max_length,
+            every_n_iters=extrapolation_freq,
+            dtype="bfloat16",
+        )
+    )
 
 default_hooks = dict(
     timer=dict(type=IterTimerHook),
