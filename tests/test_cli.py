@@ -13,10 +13,10 @@ SCRIPTS = Path(__file__).parents[1] / "tools"
 
 def test_a_verb_that_there_is_not(capsys):
     assert cli.main(["widths"]) == 2
-    verbs = "lengths, probe-batch, smoke, doctor, compare"
+    verbs = "lengths, probe-batch, smoke, doctor, compare, convert-mamba-ssm"
     assert f"VERB must be one of {verbs}, got widths" in capsys.readouterr().err
     assert cli.main(["--help"]) == 0
-    assert "lengths      compare the ways to batch" in capsys.readouterr().out
+    assert "lengths           compare the ways to batch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)

@@ -10,6 +10,7 @@ VERBS = {
     "smoke": "train a few steps on short and long documents, and check what comes out",
     "doctor": "look for what usually goes wrong in a config, its data and its logs",
     "compare": "train packs, buckets and fixed chunks side by side on the same documents",
+    "convert-mamba-ssm": "convert a checkpoint of mamba_ssm to transformers, or back",
 }
 """What each module of :mod:`xtuner_mamba.tools` is for, by the verb, which has dashes."""
 
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     asked = verb in ("-h", "--help")
     if not asked:
         print(f"VERB must be one of {', '.join(VERBS)}, got {verb}", file=sys.stderr)
-    lines = [f"  {name:12} {meaning}" for name, meaning in VERBS.items()]
+    lines = [f"  {name:17} {meaning}" for name, meaning in VERBS.items()]
     usage = "usage: xtuner-mamba VERB ...; `xtuner-mamba VERB --help` says more"
     print("\n".join([usage, *lines]), file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
