@@ -1,7 +1,8 @@
-"""XTuner's varlen dispatch: our mixers in its table, and every class by its own entry.
+"""XTuner's varlen dispatch: our layers in its table, and every class by its own entry.
 
 XTuner 0.2.0 gives the forward of the first class it meets to every other class, which breaks
-hybrids, and without flash-attn it returns without a word, which leaks between documents.
+hybrids, and without flash-attn it returns without a word, which leaks between documents. So do
+its forwards for Llama and its likes: with transformers 4.48 they attend over the whole row.
 """
 
 import types
@@ -13,7 +14,7 @@ from xtuner_mamba.model.dispatch import DISPATCH_TABLE, dispatch_packed
 
 
 def dispatch_per_class(dispatch: ModuleType) -> None:
-    """Add our mixers to XTuner's varlen table, and resolve that table per class."""
+    """Put our layers into XTuner's varlen table, and resolve that table per class."""
     for name, path in DISPATCH_TABLE.items():
         dispatch.VARLEN_ATTN_DISPATCH_MAPPING[name] = dispatch.LazyObject(*path.split(":"))
 

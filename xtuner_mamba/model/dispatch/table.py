@@ -125,7 +125,8 @@ def dispatch_packed(
     The layers of this model alone are changed, not their classes. From then on they read the
     published :class:`~xtuner_mamba.layout.PackedLayout` and refuse to run without one, but for
     generation with a cache. Layers around the mixers get forwards that compute the same with
-    fused ops. A second call replaces what it does otherwise than the first.
+    fused ops, and models around attention layers hand these positions in the documents and no
+    mask. A second call replaces what it does otherwise than the first.
 
     Args:
         model: For example ``transformers.MambaForCausalLM``, also wrapped by PEFT.
