@@ -400,3 +400,20 @@ def test_a_tokenizer_without_a_bos_token_is_refused(process, tokenizer):
     without.bos_token = None
     with pytest.raises(ValueError, match=r"got bos_token=None and eos_token='<eos>'"):
         process(tokenizer=without)
+
+
+def test_documents_without_a_text_are_counted(tokenizer, monkeypatch):
+    lines = []
+    module = "xtuner_mamba.dataset.process.print_log"
+    monkeypatch.setattr(module, lambda line, **_: lines.append(line))
+    texts = Dataset.from_dict({"text": ["w1 w2", "", "w3", ""]})
+    options = dict(
+        tokenizer=tokenizer, max_length=8, dataset_map_fn=document_map_fn, map_num_proc=1
+    )
+    packs = process_packed_dataset(texts, **options)
+    assert len(lines) == 1
+    assert lines[0].startswith("2 of 4 documents have no text, only BOS and EOS")
+    # they are told of, not lost
+    assert packs.packing_report.documents == 4
+    process_packed_dataset(texts.select([0, 2]), **options)
+    assert len(lines) == 1

@@ -1,6 +1,7 @@
 """Documents in, packs out: XTuner's ``process_hf_dataset`` with a plan instead of a packer."""
 
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch.distributed
 from mmengine.dist import get_rank, is_distributed
+from mmengine.logging import print_log
 from torch.utils.data import Dataset
 from xtuner.dataset.huggingface import tokenize_dataset
 from xtuner.dataset.utils import get_bos_eos_token_ids
@@ -141,8 +143,11 @@ def process_packed_dataset(
                 remove_unused_columns=True,
                 map_num_proc=num_proc,
             )
+        documents = TokenizedDocuments(rows)
+        if do_dataset_tokenization:
+            _warn_of_empty_texts(documents.lengths, built_tokenizer)
         return pack_documents(
-            TokenizedDocuments(rows),
+            documents,
             max_length,
             packing=packing,
             too_long=too_long,
@@ -217,6 +222,17 @@ def _build_tokenizer(tokenizer: Any) -> Any:
             "bos_token=... and eos_token=... to from_pretrained"
         )
     return tokenizer
+
+
+def _warn_of_empty_texts(lengths: np.ndarray, tokenizer: Any) -> None:
+    num_special = sum(map(len, get_bos_eos_token_ids(tokenizer)))
+    if num_empty := int((lengths <= num_special).sum()):
+        print_log(
+            f"{num_empty:,} of {len(lengths):,} documents have no text, only BOS and EOS, and "
+            "train the model to end where it begins; leave such rows out with dataset.filter",
+            logger="current",
+            level=logging.WARNING,
+        )
 
 
 def num_processes(wanted: int | None, num_rows: int) -> int | None:
