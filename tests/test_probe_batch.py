@@ -20,7 +20,7 @@ from transformers import MambaConfig, MambaForCausalLM
 from xtuner_mamba import cli
 from xtuner_mamba.dataset import BucketBatchSampler
 from xtuner_mamba.integration.templates import templates
-from xtuner_mamba.tools import batch_search, probe_batch, probe_try
+from xtuner_mamba.tools import batch_search, changed_training, probe_batch, probe_try
 from xtuner_mamba.tools.batch_search import find_limit, most_tries
 from xtuner_mamba.tools.fresh_process import run_fresh
 
@@ -258,7 +258,7 @@ PADDED = "custom_hooks = custom_hooks[1:]"
 )
 def test_a_try_takes_two_optimizer_steps_on_the_shape(monkeypatch, settings, appended, num_batches):
     seen.clear()
-    monkeypatch.setattr(probe_try, "_BOUNDARY_HOOKS", (*probe_try._BOUNDARY_HOOKS, "Watch"))
+    monkeypatch.setattr(changed_training, "_BOUNDARY_HOOKS", ("PackedLayoutHook", "Watch"))
     watch = "custom_hooks = [*custom_hooks, dict(type='Watch')]"
     config = write_config(BUCKET, f"{appended}\n{watch}", **settings)
     result = probe_try.try_shape(config, documents=3, length=20)

@@ -11,8 +11,11 @@ import torch
 from mmengine.config import Config
 from mmengine.runner import Runner
 
+from xtuner_mamba.integration.config_checks import type_name
+
 # in the work_dir
 _RESULT = "result.json"
+_BOUNDARY_HOOKS = ("PackedLayoutHook", "VarlenAttnArgsToMessageHubHook")
 
 
 def train_changed(config: str, change: Callable[[Config], None]) -> dict:
@@ -44,6 +47,24 @@ def train_changed(config: str, change: Callable[[Config], None]) -> dict:
         finally:
             train.check_cfg, sys.argv = check_cfg, arguments
         return json.loads(Path(work_dir, _RESULT).read_text())
+
+
+def strip_config(cfg: Config, hook: dict) -> None:
+    """Leave of a config what a training step needs: no checkpoint, no schedule, no evaluation.
+
+    Args:
+        cfg: Changed in place.
+        hook: The config of the only hook beside those that hand boundaries on.
+    """
+    kept = [node for node in cfg.get("custom_hooks") or [] if type_name(node) in _BOUNDARY_HOOKS]
+    cfg.custom_hooks = [*kept, hook]
+    for name in ("checkpoint", "logger"):
+        cfg.default_hooks[name] = None
+    for name in ("val", "test"):
+        for part in ("dataloader", "cfg", "evaluator"):
+            cfg[f"{name}_{part}"] = None
+    cfg.param_scheduler = None
+    cfg.resume = False
 
 
 def leave_result(runner: Runner, result: dict) -> None:

@@ -9,8 +9,12 @@ from mmengine.hooks import Hook
 from mmengine.runner import Runner
 from torch.utils.data import Dataset
 
-from xtuner_mamba.integration.config_checks import type_name
-from xtuner_mamba.tools.changed_training import leave_result, peak_memory, train_changed
+from xtuner_mamba.tools.changed_training import (
+    leave_result,
+    peak_memory,
+    strip_config,
+    train_changed,
+)
 
 # the first makes the optimizer's state, the second runs beside it
 _STEPS = 2
@@ -18,7 +22,6 @@ _STEPS = 2
 _MICRO_STEPS = 2
 # how missing memory is told, where neither torch.OutOfMemoryError nor MemoryError is raised
 _WORDS = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-_BOUNDARY_HOOKS = ("PackedLayoutHook", "VarlenAttnArgsToMessageHubHook")
 
 
 class RandomDocuments(Dataset):
@@ -88,8 +91,8 @@ def try_shape(
     hook = dict(type=LazyObject(__name__, "ProbeHook"), memory_limit=memory_limit)
 
     def change(cfg: Config) -> None:
+        strip_config(cfg, hook)
         train_on_shape(cfg, documents, length)
-        cfg.custom_hooks = [*cfg.custom_hooks, hook]
 
     try:
         return train_changed(config, change)
@@ -100,7 +103,7 @@ def try_shape(
 
 
 def train_on_shape(cfg: Config, documents: int, length: int) -> None:
-    """Leave of a config what takes memory, and give it batches of one shape.
+    """Give a config batches of one shape, and as few of them as show what it takes.
 
     Args:
         cfg: Changed in place.
@@ -128,15 +131,6 @@ def train_on_shape(cfg: Config, documents: int, length: int) -> None:
         optim_wrapper.accumulative_counts = micro_steps
         loop = LazyObject("xtuner.engine.runner", "TrainLoop")
         cfg.train_cfg = dict(type=loop, max_iters=_STEPS * micro_steps)
-    hooks = cfg.get("custom_hooks") or []
-    cfg.custom_hooks = [hook for hook in hooks if type_name(hook) in _BOUNDARY_HOOKS]
-    for name in ("checkpoint", "logger"):
-        cfg.default_hooks[name] = None
-    for name in ("val", "test"):
-        for part in ("dataloader", "cfg", "evaluator"):
-            cfg[f"{name}_{part}"] = None
-    cfg.param_scheduler = None
-    cfg.resume = False
 
 
 def is_out_of_memory(error: BaseException) -> bool:
