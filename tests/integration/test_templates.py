@@ -1,11 +1,13 @@
 """Every template is read, built and trained for a step, without a network."""
 
 import argparse
+import copy
 import re
 from pathlib import Path
 
 import attention_families
 import datasets
+import mixer_families
 import pytest
 import torch
 import transformers
@@ -19,6 +21,7 @@ from xtuner_mamba.integration.config_checks import check_packed_training
 from xtuner_mamba.integration.config_rewrites import fit_cpu, train_exactly
 from xtuner_mamba.integration.templates import templates
 
+DOCS = Path(__file__).parents[2] / "docs"
 NAMES = sorted(templates())
 FINE_TUNE = [name for name in NAMES if re.fullmatch("mamba_.*_full_alpaca_.*_varlen", name)]
 
@@ -29,6 +32,10 @@ def tiny_model(template: str, path: Path) -> PreTrainedModel:
         if f"/{folder}/" in templates()[template]:
             torch.manual_seed(0)
             return attention_families.make(model_type, "sdpa", vocab_size=264)
+    for folder in ("falcon_mamba", "jamba", "zamba", "mamba2", "bamba"):
+        if f"/{folder}/" in templates()[template]:
+            torch.manual_seed(0)
+            return getattr(mixer_families, f"make_{folder}")(vocab_size=264)
     return MambaForCausalLM.from_pretrained(path)
 
 
@@ -56,14 +63,15 @@ def offline(monkeypatch, tiny, tmp_path, request):
     for folder in ("data", "demo/corpus"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "found.jsonl").write_text("not read")
-    config = tiny_model(name, tiny / "model").config
+    # here, since XTuner initialises nothing while it loads a model
+    model = tiny_model(name, tiny / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny / "model")
     rows = datasets.load_dataset("json", data_dir=str(tiny / "data"), split="train")
     texts = datasets.Dataset.from_dict({"text": [4 * text for text in rows["output"]]})
     results = {
-        transformers.AutoConfig: lambda: config,
+        transformers.AutoConfig: lambda: model.config,
         transformers.AutoTokenizer: lambda: tokenizer,
-        transformers.AutoModelForCausalLM: lambda: tiny_model(name, tiny / "model"),
+        transformers.AutoModelForCausalLM: lambda: copy.deepcopy(model),
     }
     for cls, result in results.items():
         method = classmethod(lambda cls, *_, result=result, **__: result())
@@ -165,3 +173,42 @@ def test_training_aids_work_where_a_template_has_them(offline, write_config, tmp
     if "extrapolation_freq" in AIDS[name]:
         expected.add("length_extrapolation.png")
     assert pictures == expected
+
+
+OF_PACKS = "mamba_130m_pretrain_jsonl_varlen"
+OF_BUCKETS = "mamba_130m_full_alpaca_e3_bucket"
+# what pages show besides examples, and the template that it goes with
+BLOCKS = [
+    (OF_BUCKETS if "LengthCurriculumHook" in block else OF_PACKS, block)
+    for page in ("lengths.md", "data.md")
+    for block in re.findall(r"```python\n(?!>>>)(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+]
+
+
+@pytest.mark.parametrize(("name", "block"), BLOCKS)
+def test_what_the_pages_show_can_be_put_at_the_end_of_a_template(offline, tmp_path, name, block):
+    (tmp_path / "held_out").mkdir()
+    (tmp_path / "held_out" / "found.jsonl").write_text("not read")
+    path = tmp_path / "copy.py"
+    path.write_text(Path(templates()[name]).read_text() + block)
+    cfg = Config.fromfile(path)
+    args = argparse.Namespace(config=str(path), work_dir=None, deepspeed=None, launcher="none")
+    assert check_packed_training(cfg, args)
+    assert cfg.to_dict() != Config.fromfile(templates()[name]).to_dict()
+    if "TokenStepLoop" in block:
+        fit_cpu(cfg, args)
+        cfg.work_dir = str(tmp_path)
+        cfg.train_dataloader.dataset.update(max_length=64, map_num_proc=1)
+        cfg.train_dataloader.update(num_workers=0)
+        cfg.train_dataloader.pop("persistent_workers")
+        cfg.optim_wrapper.tokens_per_step = 100
+        cfg.train_cfg.max_iters = 2
+        cfg.custom_hooks = cfg.custom_hooks[:1]
+        register_function(cfg._cfg_dict)
+        runner = Runner.from_cfg(cfg)
+        runner.train()
+        assert runner.message_hub.get_scalar("train/tokens_per_step").current() >= 100
+
+
+def test_the_pages_show_what_can_be_put_there():
+    assert len(BLOCKS) == 5
