@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mixer_families import FAMILIES
 from mmengine import ConfigDict
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -16,7 +17,7 @@ from transformers import (
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.model import PackedSupervisedFinetune, dispatch_packed
-from xtuner_mamba.model.lora import calls_out_proj
+from xtuner_mamba.model.lora import calls_out_proj, default_targets
 from xtuner_mamba.model.loss import packed_token_loss
 from xtuner_mamba.testing import relative_rms
 
@@ -139,6 +140,42 @@ def test_head_stays_tied_where_the_embeddings_have_no_adapter():
     dispatch_packed(base)
     merged = adapt(base, ["in_proj"]).merge_and_unload()
     assert merged.lm_head.weight is merged.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_learns_through_all_its_linear_layers(family):
+    torch.manual_seed(0)
+    base = FAMILIES[family]().to(DEVICE)
+    dispatch_packed(base)
+    targets = default_targets(base)
+    assert {"in_proj", "out_proj"} <= set(targets)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=targets))
+    layout = PackedLayout.from_lengths(LENGTHS).to(DEVICE)
+    input_ids = make_tokens()
+    with layout.published():
+        packed_token_loss(model(input_ids).logits, input_ids, layout).backward()
+    gradients = {name: p.grad for name, p in adapters(model).items() if ".lora_B." in name}
+    # an expert that no token was sent to has none
+    learns = {n for n, g in gradients.items() if g is not None and g.abs().max() > 0}
+    asleep = {name for name in gradients if name not in learns and ".experts." not in name}
+    assert learns
+    assert not asleep
+
+
+def test_frozen_layers_leave_the_others_their_gradients():
+    gradients = []
+    for frozen in (False, True):
+        model = make_model(torch.float32)
+        dispatch_packed(model, recompute=True)
+        model.backbone.layers[0].requires_grad_(not frozen)
+        layout = PackedLayout.from_lengths(LENGTHS).to(DEVICE)
+        input_ids = make_tokens()
+        with layout.published():
+            packed_token_loss(model(input_ids).logits, input_ids, layout).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    whole, rest = gradients
+    assert set(whole) - set(rest) == {name for name in whole if ".layers.0." in name}
+    assert all(torch.equal(gradient, whole[name]) for name, gradient in rest.items())
 
 
 def test_peft_refuses_what_nobody_calls():

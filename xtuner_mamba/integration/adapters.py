@@ -47,8 +47,8 @@ def adapt_out_proj(tuners_utils: ModuleType) -> None:
 def untie_adapted_embeddings(tuners_utils: ModuleType) -> None:
     """Let a merged Mamba compute what its adapters did, with one on the embeddings too.
 
-    The head shares their weight, and has no part in the adapter. PEFT unties the two in models
-    whose embeddings are called ``embed_tokens``, and adds the adapter to Mamba's head as well.
+    The head shares their weight, and has no part in the adapter. PEFT adds the adapter to both, and
+    warns of that only where the embeddings are called ``embed_tokens``.
     """
     unload = tuners_utils.BaseTuner._unload_and_optionally_merge
 

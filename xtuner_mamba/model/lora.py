@@ -8,6 +8,9 @@ from torch import nn
 
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE, token_mixers
 
+# models of which PEFT 0.21 takes no out_proj
+_REFUSED = ("mamba", "mamba2", "falcon_mamba")
+
 
 def default_targets(llm: nn.Module) -> list[str]:
     """Name what is adapted unless a config says otherwise: as in XTuner, all but the head.
@@ -17,7 +20,7 @@ def default_targets(llm: nn.Module) -> list[str]:
     from xtuner.model.utils import find_all_linear_names
 
     names = set(find_all_linear_names(llm))
-    if not (calls_out_proj(llm) or set(DISPATCH_TABLE).isdisjoint(token_mixers(llm))):
+    if llm.config.model_type in _REFUSED and not calls_out_proj(llm):
         names.discard("out_proj")
     print_log(f"LoRA on {sorted(names)}", "current")
     return sorted(names)
@@ -49,7 +52,8 @@ def calls_out_proj(model: nn.Module) -> bool:
 
 def untie_head(model: nn.Module) -> None:
     """Give a Mamba's head a weight of its own, if an adapter is about to change the embeddings'."""
-    if set(DISPATCH_TABLE).isdisjoint(token_mixers(model)):
+    mixers = token_mixers(model).values()
+    if not any(hasattr(mixer, "A_log") for found in mixers for mixer in found):
         return
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if hasattr(embeddings, "base_layer") and isinstance(head, nn.Linear):
