@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset, disable_progress_bars, load_from_disk
 from mmengine.config import Config
-from mmengine.runner import Runner
+from mmengine.runner import Runner, loops
 from transformers import MambaConfig, MambaForCausalLM
 
 from xtuner_mamba import cli
@@ -192,6 +192,8 @@ def test_compare_trains_every_scheme(monkeypatch, capsys):
     ticks = count()
     monkeypatch.setattr(compare, "run_fresh", in_this_process)
     monkeypatch.setattr(compare_run, "_now", lambda: next(ticks))
+    # MMEngine waits between epochs for worker processes, of which there are none
+    monkeypatch.setattr(loops.time, "sleep", lambda seconds: None)
     config = write_config(max_length=128, lr=2e-2)
     assert cli.main(["compare", config, "--steps", "4", "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)
@@ -206,8 +208,8 @@ def test_compare_trains_every_scheme(monkeypatch, capsys):
         weighted = sum(loss * n for loss, n in zip(run["losses"][4:], second)) / sum(second)
         assert run["loss"] == pytest.approx(weighted)
         assert run["loss"] < run["losses"][0]
-        # the tokens of the second half, in one tick of the clock
-        assert sum(second) * 1.3 < run["tokens_per_second"] < sum(second) * 1.8
+        # the tokens of the second half, in a tick of the clock a step
+        assert sum(second) * 1.3 < 4 * run["tokens_per_second"] < sum(second) * 2
         assert run["peak_bytes"] > 2**20
     assert max(after) < min(before)
     assert Path(f"{Path(config).stem}_compare.png").read_bytes().startswith(b"\x89PNG")

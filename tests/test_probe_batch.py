@@ -133,13 +133,13 @@ def test_each_bucket_and_the_pack_get_what_fits(memory, capsys):
     assert 0.85 * 78 * 31 / 32 - 1 <= measured["batch_sizes"][64] <= 0.85 * 78
     assert measured["batch_sizes"][256] == 16
     assert measured["batch_sizes"][2048] == 1
-    assert measured["max_length"] == 64 * measured["batch_sizes"][64]
+    assert measured["tokens"] == 64 * measured["batch_sizes"][64]
     assert measured["device"] == "Some GPU"
     for words in (
         "Some GPU",
         " 64 tokens",
         " 2,048 tokens",
-        f"max_length = {measured['max_length']}",
+        f"{measured['tokens']:,} tokens without padding",
         "mine.yaml",
     ):
         assert words in output
@@ -161,7 +161,7 @@ def test_json_tells_of_every_try(memory, capsys):
     assert pack["shape"] == dict(length=512, own=4, most=8)
     assert pack["num_tries"] == len(memory.tries) == 2
     assert pack["peak_bytes"] == 8 * 512 * 2**20
-    assert yaml.safe_load(Path("batch_sizes.yaml").read_text())["max_length"] == 6 * 512
+    assert yaml.safe_load(Path("batch_sizes.yaml").read_text())["tokens"] == 6 * 512
 
 
 def test_documents_that_do_not_fit_alone(memory, capsys):

@@ -17,7 +17,7 @@ BUCKET_TEMPLATES = [name for name in templates() if name.endswith("_bucket")]
 @pytest.fixture
 def measured(tmp_path):
     path = tmp_path / "batch_sizes.yaml"
-    path.write_text("batch_sizes:\n  4: 3\n  8: 5\n  16: 2\nmax_length: 64\n")
+    path.write_text("batch_sizes:\n  4: 3\n  8: 5\n  16: 2\ntokens: 64\n")
     return str(path)
 
 

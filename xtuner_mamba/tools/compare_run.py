@@ -132,7 +132,7 @@ class CompareHook(Hook):
         )
         self._losses: list[float] = []
         self._targets: list[int] = []
-        self._num_tokens = 0
+        self._num_tokens, self._seconds = 0, 0.0
 
     def before_train(self, runner: Runner) -> None:
         self._before = mean_loss(runner.model, self._held_out)
@@ -142,19 +142,24 @@ class CompareHook(Hook):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
+        if runner.iter == self._steps:
+            self._num_tokens, self._seconds = 0, 0.0
+        self._start = _now()
+
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
+        # without the time to fetch batches: MMEngine sleeps for seconds where an epoch ends
+        self._seconds += _now() - self._start
         self._losses.append(outputs["loss"].detach())
         self._targets.append(runner.train_loop.dataloader_iterator.tokens)
-        if runner.iter + 1 == self._steps:
-            self._start, self._num_tokens = _now(), 0
 
     def after_train(self, runner: Runner) -> None:
-        seconds, num_tokens, peak_bytes = _now() - self._start, self._num_tokens, peak_memory()
+        peak_bytes = peak_memory()
         after = mean_loss(runner.model, self._held_out)
         result = dict(
-            tokens_per_second=num_tokens / seconds,
+            tokens_per_second=self._num_tokens / self._seconds,
             padding=self._padding,
             peak_bytes=peak_bytes,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",

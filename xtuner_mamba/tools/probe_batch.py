@@ -68,7 +68,7 @@ def summarize(found: list[Found], *, packs: bool) -> dict[str, Any]:
         packs: Whether a batch of a bucket is laid end to end, and so is a pack.
 
     Returns:
-        Documents by boundary, and tokens of a pack.
+        Documents by boundary, and tokens of a micro-batch without padding.
     """
     fitting = [one for one in found if one.fits]
     contents = {
@@ -76,7 +76,7 @@ def summarize(found: list[Found], *, packs: bool) -> dict[str, Any]:
         "batch_sizes": {one.shape.length: one.advised for one in fitting},
     }
     if packs and fitting:
-        contents["max_length"] = max(one.advised_tokens for one in fitting)
+        contents["tokens"] = max(one.advised_tokens for one in fitting)
     return contents
 
 
@@ -116,8 +116,12 @@ def show(found: list[Found], contents: dict[str, Any]) -> None:
     table.title = f"Micro-batches that train on {contents['device']}"
     console = Console()
     console.print(table)
-    if "max_length" in contents:
-        console.print(f"for packs: max_length = {contents['max_length']}", highlight=False)
+    if "tokens" in contents:
+        console.print(
+            f"{contents['tokens']:,} tokens without padding: the max_length of packs, the "
+            "tokens_per_batch of chunks and of a rolling window",
+            highlight=False,
+        )
 
 
 def _probe_with_progress(args: argparse.Namespace, shapes: list[Shape]) -> list[Found]:

@@ -13,7 +13,12 @@ MARGIN = 0.85
 TOLERANCE = 1 / 32
 """Share by which a limit may be found too small, which spares tries."""
 
-_DATASETS = ("process_packed_dataset", "process_document_dataset", "process_hf_dataset")
+_DATASETS = (
+    "process_packed_dataset",
+    "process_document_dataset",
+    "process_chunk_dataset",
+    "process_hf_dataset",
+)
 # tokens of the documents that a pack is made of
 _DOCUMENT = 512
 # what a config has is multiplied by this at most

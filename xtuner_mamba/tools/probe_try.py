@@ -20,7 +20,7 @@ from xtuner_mamba.tools.changed_training import (
 _STEPS = 2
 # the second runs beside the gradients of the first; more of them change nothing
 _MICRO_STEPS = 2
-# how missing memory is told, where neither torch.OutOfMemoryError nor MemoryError is raised
+# how missing memory is told, where neither OutOfMemoryError nor MemoryError is raised
 _WORDS = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
@@ -137,7 +137,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error, or what led to it, is that there was not enough memory."""
     chain: BaseException | None = error
     while chain is not None:
-        if isinstance(chain, torch.OutOfMemoryError | MemoryError):
+        if isinstance(chain, torch.cuda.OutOfMemoryError | MemoryError):
             return True
         # cuBLAS, Triton's launcher and PyTorch's allocator on the CPU
         if isinstance(chain, RuntimeError) and any(word in str(chain) for word in _WORDS):
