@@ -18,8 +18,9 @@ from xtuner.registry import BUILDER
 
 from xtuner_mamba.dataset import preference_packed_collate_fn, process_preference_dataset
 from xtuner_mamba.dataset.preference import check_preference_arguments
-from xtuner_mamba.engine.step_windows import TokenWindows, mean_targets
-from xtuner_mamba.layout import PackedLayout
+from xtuner_mamba.engine.hooks.packed_layout_hook import publish_batch
+from xtuner_mamba.engine.step_windows import StepWindows, TokenWindows
+from xtuner_mamba.layout import PackedLayout, current_mean_targets, withdraw_layout
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ 'w190 ' if m.role == 'user' else 'w191 ' }}{{ m.content }} "
@@ -236,10 +237,14 @@ def test_config_builds_it_and_a_batch_counts_its_pairs(chat, tmp_path):
     assert preference_packed_collate_fn([packs[0]], return_hf_format=True)["num_pairs"] == pairs[0]
     # the loss of a step is the mean over its pairs
     assert len(set(pairs)) > 1
-    step = [batch["data"] for batch in batches]
-    assert mean_targets(step) == pytest.approx(np.mean(pairs))
+    windows = StepWindows(iter(batches), micro_steps=len(batches), max_iters=len(batches))
+    batch = next(windows)
+    publish_batch(batch)
+    assert current_mean_targets() == pytest.approx(np.mean(pairs))
+    assert batch["data"].keys() == {"input_ids", "labels", "position_ids"}
+    withdraw_layout()
     with pytest.raises(ValueError, match="tokens_per_step must count target tokens, got 512 for"):
-        next(TokenWindows(iter(batches), tokens_per_step=512, epoch_length=9))
+        next(TokenWindows(iter(batches[1:]), tokens_per_step=512, epoch_length=9))
 
 
 def test_pack_of_single_documents_is_refused(process):

@@ -1,5 +1,8 @@
 """LoRA on a dispatched Mamba: every target acts and learns, packed as alone, merged as adapted."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from mixer_families import FAMILIES
@@ -202,6 +205,16 @@ def test_out_proj_is_called_only_by_mixers_of_ours():
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
     )
     assert not calls_out_proj(LlamaForCausalLM(llama))
+
+
+def test_script_of_the_page_trains():
+    page = Path(__file__).parents[2] / "docs" / "training.md"
+    script = re.search(r"```python\n(import torch\n.*?)```", page.read_text(), re.DOTALL)[1]
+    names = {}
+    exec(compile(script, page.name, "exec"), names)
+    gradients = {name: p.grad for name, p in adapters(names["model"]).items() if "lora_B" in name}
+    assert len(gradients) == 8
+    assert all(gradient.abs().max() > 0 for gradient in gradients.values())
 
 
 @pytest.fixture(scope="module")
