@@ -177,6 +177,14 @@ def test_rows_are_mapped_first(process):
         process(dataset=rows)
 
 
+def test_rows_that_are_no_pairs_are_named(process):
+    name = "xtuner.dataset.preference_dataset.intel_orca_dpo_map_fn"
+    with pytest.raises(ValueError, match=r"got no 'system' in row 0 with the columns \['prompt',"):
+        process(dataset_map_fn=name)
+    with pytest.raises(ValueError, match="at least one pair, got 0 rows"):
+        process(dataset=make_rows().select([]))
+
+
 def test_answer_that_does_not_follow_its_prompt_is_refused(process, chat):
     tokenizer = copy.deepcopy(chat)
     tokenizer.chat_template = "{{ messages | length }} {{ messages[-1].content }}"

@@ -17,11 +17,10 @@ from xtuner_mamba.dataset.chat_template import chat_template_of
 from xtuner_mamba.dataset.collate import packed_collate_fn
 from xtuner_mamba.dataset.conversations import resolve_map_fn
 from xtuner_mamba.dataset.plan import PackPlan, Pieces, plan_best_fit
+from xtuner_mamba.dataset.preference_pairs import PARTS, TokenizePair
 from xtuner_mamba.dataset.process import num_processes, on_rank_zero
 from xtuner_mamba.dataset.sources import load_rows
 from xtuner_mamba.layout import IGNORE_INDEX
-
-_PARTS = ("prompt", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class PreferencePacks(Dataset):
             raise IndexError(f"pack must be in [0, {len(self)}), got {index}")
         rows = self._pairs[self._plan[index % len(self)].documents.tolist()]
         pack = {"input_ids": [], "labels": [], "cumulative_len": [0], "position_ids": []}
-        for prompt, *answers in zip(*(rows[f"{part}_ids"] for part in _PARTS)):
+        for prompt, *answers in zip(*(rows[f"{part}_ids"] for part in PARTS)):
             for rank, answer in enumerate(answers):
                 if self._reward_token_id is None:
                     input_ids, labels = prompt + answer, [IGNORE_INDEX] * len(prompt) + answer
@@ -145,8 +144,10 @@ def process_preference_dataset(
                 "the model's fine-tuning, PROMPT_TEMPLATE.default for example"
             )
         rows = load_rows(dataset, "train")
+        if not len(rows):
+            raise ValueError("the dataset must have at least one pair, got 0 rows; check its path")
         pairs = rows.map(
-            _TokenizePair(built, template, resolve_map_fn(dataset_map_fn)),
+            TokenizePair(built, template, resolve_map_fn(dataset_map_fn)),
             with_indices=True,
             remove_columns=rows.column_names,
             num_proc=num_processes(num_proc, len(rows)),
@@ -188,7 +189,7 @@ def pack_pairs(
     """
     columns = pairs.with_format("numpy")
     prompt, *answers = (
-        np.array([len(ids) for ids in columns[f"{part}_ids"]], dtype=np.int64) for part in _PARTS
+        np.array([len(ids) for ids in columns[f"{part}_ids"]], dtype=np.int64) for part in PARTS
     )
     documents = np.stack([prompt + answer + (reward_token_id is not None) for answer in answers])
     lengths = documents.sum(axis=0)
@@ -293,43 +294,3 @@ def preference_packed_collate_fn(
         )
     data["num_pairs"] = num_documents // 2
     return data if return_hf_format else {"data": data, "data_samples": None}
-
-
-class _TokenizePair:
-    """Map a row to the token ids of a prompt and two answers."""
-
-    def __init__(self, tokenizer: Any, chat_template: str, map_fn: Callable | None) -> None:
-        self._tokenizer, self._template, self._map_fn = tokenizer, chat_template, map_fn
-
-    def __call__(self, row: Mapping, index: int) -> dict[str, list[int]]:
-        made = row if self._map_fn is None else self._map_fn(row)
-        missing = [part for part in _PARTS if not isinstance(made.get(part), list)]
-        if missing:
-            raise ValueError(
-                f"a pair must have lists of messages, got no {' and no '.join(missing)} in row "
-                f"{index} with the columns {list(made)}; make them with dataset_map_fn"
-            )
-        prompt = self._render(made["prompt"], add_generation_prompt=True)
-        ids = {"prompt_ids": self._encode(prompt)}
-        for part in _PARTS[1:]:
-            text = self._render(made["prompt"] + made[part], add_generation_prompt=False)
-            ids[f"{part}_ids"] = self._encode(text.removeprefix(prompt))
-            if not (prompt and text.startswith(prompt) and ids[f"{part}_ids"]):
-                raise ValueError(
-                    f"the {part} answer must go on after the prompt, got {text[-40:]!r} after "
-                    f"{prompt[-40:]!r} in row {index}; mend the row, or a chat template that "
-                    "renders a prompt otherwise with an answer behind it"
-                )
-        return ids
-
-    def _render(self, messages: list[dict], add_generation_prompt: bool) -> str:
-        return self._tokenizer.apply_chat_template(
-            messages,
-            chat_template=self._template,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
-
-    def _encode(self, text: str) -> list[int]:
-        # the template has the special tokens
-        return self._tokenizer.encode(text, add_special_tokens=False)
