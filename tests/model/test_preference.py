@@ -249,6 +249,19 @@ def test_loss_that_depends_on_the_batch_is_refused_before_anything_is_built():
         PackedDPO(None, loss_type="kto_pair")
 
 
+@pytest.mark.parametrize("kind", KWARGS)
+def test_options_reach_the_mixers(kind):
+    options = dict(fuse_norm=True, recompute=True)
+    model = build(kind, **options)
+    bound = [
+        module.forward.keywords
+        for module in model.modules()
+        if type(module).__name__ in ("MambaMixer", "MambaRMSNorm")
+    ]
+    assert len(bound) >= 4
+    assert all(keywords[name] for keywords in bound for name in options.keys() & keywords.keys())
+
+
 def test_half_a_pair_is_refused():
     with pytest.raises(ValueError, match="even number of documents, got 3; build"):
         pairs_of(torch.zeros(3))

@@ -11,6 +11,7 @@ from xtuner.model.reward import RewardModel
 from xtuner.registry import BUILDER
 
 from xtuner_mamba.layout import current_layout, current_mean_targets
+from xtuner_mamba.model.dispatch import dispatch_packed
 from xtuner_mamba.model.lora import default_targets, dtypes_kept
 from xtuner_mamba.model.preference_loss import pairs_of
 from xtuner_mamba.model.sft import (
@@ -53,6 +54,9 @@ class PackedRewardModel(RewardModel):
         self._dtype = take_dtype(llm) if use_varlen_attn and isinstance(llm, dict) else None
         self._dispatch_options = {"fuse_norm": fuse_norm, "recompute": recompute}
         super().__init__(llm, use_varlen_attn=use_varlen_attn, **kwargs)
+        if use_varlen_attn:
+            # again, since XTuner's constructor has dispatched once more, without our options
+            dispatch_packed(self.llm, **self._dispatch_options)
         self.autocast_dtype = autocast_dtype
 
     def _build_from_cfg_or_module(self, cfg_or_mod: dict | nn.Module) -> SimpleNamespace:
