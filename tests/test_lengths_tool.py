@@ -137,7 +137,7 @@ def test_boundaries_to_copy_where_buckets_are_recommended(capsys):
         ("documents.txt", "ends with .json, .jsonl, .parquet, .csv, got 'documents.txt'"),
         ("words.jsonl", r"length, input_ids or text, got ['word']"),
         ("texts.jsonl", "a tokenizer must be given for the column text, got none"),
-        ("other.py", "got list; use one of them, or give `xtuner-mamba lengths` the data file"),
+        ("other.py", "got list; `xtuner-mamba lengths` also takes the data file itself"),
         ("long.jsonl", "got 8 for 9 tokens in document 0"),
         ("empty.jsonl", "a data file must hold documents, got the empty "),
         ("blank.jsonl", "a data file must hold documents, got no row"),

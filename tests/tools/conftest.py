@@ -26,14 +26,17 @@ from xtuner.model import SupervisedFinetune
 
 from xtuner_mamba.dataset import (
     BucketBatchSampler,
+    CarriedChunkBatchSampler,
+    carried_collate_fn,
     document_map_fn,
     packed_collate_fn,
     padded_collate_fn,
+    process_chunk_dataset,
     process_document_dataset,
     process_packed_dataset,
 )
 from xtuner_mamba.engine import MambaOptimWrapperConstructor
-from xtuner_mamba.engine.hooks import PackedLayoutHook
+from xtuner_mamba.engine.hooks import CarriedStateHook, PackedLayoutHook
 from xtuner_mamba.model import PackedSupervisedFinetune
 
 path = "model"
@@ -103,6 +106,15 @@ CHANGES = {
     "chunks": {
         "type=packed_collate_fn": "type=padded_collate_fn",
         "    pack_to_max_length": '    packing="wrap",\n    pack_to_max_length',
+    },
+    "carried": {
+        "type=process_packed_dataset": "type=process_chunk_dataset",
+        "type=packed_collate_fn": "type=carried_collate_fn",
+        "sampler=dict(type=DefaultSampler": (
+            "batch_sampler=dict(type=CarriedChunkBatchSampler, max_length=64, "
+            "tokens_per_batch=256),\n    sampler=dict(type=DefaultSampler"
+        ),
+        "LayoutHook)]": "LayoutHook), dict(type=CarriedStateHook)]",
     },
     "tokenized": {
         "tokenizer=tokenizer": "do_dataset_tokenization=False",

@@ -24,11 +24,12 @@ def examine(name, config, work_dir=None):
     return CHECKS[name](Training(config, work_dir))
 
 
-def write_log(folder, losses, memory=None, name="20260101_000000"):
+def write_log(folder, losses, memory=None, name="20260101_000000", **columns):
     path = folder / "work_dir" / name / "vis_data"
     path.mkdir(parents=True)
     entries = [
-        dict(lr=1e-3, loss=loss, iter=step, step=step) for step, loss in enumerate(losses, start=1)
+        dict(lr=1e-3, loss=loss, iter=step, step=step, **columns)
+        for step, loss in enumerate(losses, start=1)
     ]
     for entry, peak in zip(entries, memory or []):
         entry["memory"] = peak
@@ -43,11 +44,11 @@ def falling(steps=16):
     return [5 * 0.9**step for step in range(steps)]
 
 
-@pytest.mark.parametrize("change", ["packs", "buckets", "conversations"])
+@pytest.mark.parametrize("change", ["packs", "buckets", "carried", "conversations"])
 def test_nothing_is_found_in_what_is_healthy(folder, write_config, capsys, change):
     work_dir = write_log(folder, falling(), memory=[100, 900, *[1000] * 14])
     assert cli.main(["doctor", write_config(change), "--work-dir", str(work_dir), "--json"]) == 0
-    results = {result["check"]: result for result in json.loads(capsys.readouterr().out)}
+    results = {result["check"]: result for result in json.loads(capsys.readouterr().out)["checks"]}
     assert list(results) == list(CHECKS)
     assert {result["status"] for result in results.values()} <= {"PASS", "SKIP"}
     assert all(result["symptom"] and result["detail"] for result in results.values())
@@ -71,9 +72,12 @@ def test_what_is_found_comes_with_its_remedy_and_the_line_to_change(write_config
 def test_a_check_that_could_not_run_is_no_pass(write_config, capsys):
     config = write_config("padded", {"type=process_document_dataset": "type=list"})
     assert cli.main(["doctor", config, "--json"]) == 2
-    results = {result["check"]: result for result in json.loads(capsys.readouterr().out)}
+    results = {result["check"]: result for result in json.loads(capsys.readouterr().out)["checks"]}
     assert results["label places"]["status"] == "NOT RUN"
     assert "must be built by process_packed_dataset" in results["label places"]["detail"]
+    assert cli.main(["doctor", config]) == 2
+    output = " ".join(capsys.readouterr().out.split())
+    assert "padding labels NOT RUN as label places" in output
 
 
 def test_a_config_that_is_not_there(folder, capsys):
@@ -325,28 +329,39 @@ def test_documents_that_are_longer_than_anything_trained_on(write_config):
     assert found.setting == "max_length"
 
 
+UNEQUAL = [
+    "tokenized",
+    {
+        "type=process_packed_dataset": "type=process_document_dataset",
+        "type=packed_collate_fn": "type=padded_collate_fn",
+    },
+]
+
+
 def test_steps_of_unequal_size(write_config, write_tokenized):
     write_tokenized(lengths=[10, 200] * 30)
-    one_by_one = (
-        "tokenized",
-        {"type=process_packed": "type=process_document", "type=packed_c": "type=padded_c"},
-    )
-    found = examine("tokens a step", write_config(*one_by_one))
+    found = examine("tokens a step", write_config(*UNEQUAL))
     assert found.what == "104 target tokens a step, 91% more or less (9 to 199)"
     assert "tokens_per_step=104" in found.remedy
     many = {"accumulative_counts=1": "accumulative_counts=20"}
-    assert isinstance(examine("tokens a step", write_config(*one_by_one, many)), str)
+    assert isinstance(examine("tokens a step", write_config(*UNEQUAL, many)), str)
+    too_many = {"accumulative_counts=1": "accumulative_counts=31"}
+    with pytest.raises(NotApplicable, match="60 batches make no two optimizer steps"):
+        examine("tokens a step", write_config(*UNEQUAL, too_many))
+
+
+def test_steps_that_are_counted_in_tokens(folder, write_config, write_tokenized):
+    write_tokenized(lengths=[10, 200] * 30)
     counted = {
-        "type=OptimWrapper": "type='TokenAccumulationOptimWrapper',\n    tokens_per_step=999",
+        "type=OptimWrapper": "type='TokenAccumulationOptimWrapper',\n    tokens_per_step=150",
         "    accumulative_counts=1,\n": "",
     }
-    said = examine("tokens a step", write_config(*one_by_one, counted))
-    assert said == "every step has at least 999 target tokens"
-    with pytest.raises(NotApplicable, match="60 batches make no two optimizer steps"):
-        examine(
-            "tokens a step",
-            write_config(*one_by_one, {"accumulative_counts=1": "accumulative_counts=31"}),
-        )
+    config = write_config(*UNEQUAL, counted)
+    assert examine("tokens a step", config) == "every step has at least 150 target tokens"
+    work_dir = write_log(folder, falling(2), tokens_per_step=200.0, tokens_per_step_std=80.0)
+    found = examine("tokens a step", config, work_dir)
+    assert found.what == "200 target tokens a step, 40% more or less, says the log"
+    assert found.setting == "tokens_per_step"
 
 
 # -- the model

@@ -39,8 +39,16 @@ def smoke(capsys, config, *options, code):
 
 @pytest.mark.parametrize(
     "changes",
-    [["packs"], ["buckets"], ["padded"], ["conversations"], [TOKEN_STEPS], [AUTOCAST]],
-    ids=["packs", "buckets", "padded", "conversations", "token steps", "autocast"],
+    [
+        ["packs"],
+        ["buckets"],
+        ["padded"],
+        ["carried"],
+        ["conversations"],
+        [TOKEN_STEPS],
+        [AUTOCAST],
+    ],
+    ids=["packs", "buckets", "padded", "carried", "conversations", "token steps", "autocast"],
 )
 def test_what_is_healthy_passes(write_config, capsys, changes):
     checks, losses = smoke(capsys, write_config(*changes), "--steps", "12", code=0)

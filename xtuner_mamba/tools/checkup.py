@@ -78,9 +78,14 @@ def exit_code(results: list[Result]) -> int:
 def table_of(results: list[Result], title: str) -> Table:
     """Lay results out for the terminal."""
     table = Table("", "", "", title=title, box=SIMPLE, show_header=False)
+    first_with: dict[str, str] = {}
     for result in results:
         colour = _COLOURS[result.status]
-        table.add_row(result.check, f"[{colour}]{result.status}[/{colour}]", escape(result.detail))
+        detail = result.detail
+        # what keeps one check from running often keeps others, too
+        if result.status == ERROR and first_with.setdefault(detail, result.check) != result.check:
+            detail = f"as {first_with[detail]}"
+        table.add_row(result.check, f"[{colour}]{result.status}[/{colour}]", escape(detail))
     return table
 
 

@@ -21,7 +21,12 @@ from xtuner_mamba.dataset.documents import TokenizedDocuments
 from xtuner_mamba.dataset.sources import check_source
 
 _READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-_PROCESSES = ("process_packed_dataset", "process_document_dataset", "process_hf_dataset")
+_PROCESSES = (
+    "process_packed_dataset",
+    "process_document_dataset",
+    "process_chunk_dataset",
+    "process_hf_dataset",
+)
 # whole documents, whatever the config does with long ones: in one row that holds all of them
 _WHOLE = dict(
     max_length=2**40,
@@ -92,8 +97,8 @@ def read_documents(cfg: Config) -> TokenizedDocuments:
     name = getattr(node.get("type"), "__name__", str(node.get("type"))).rpartition(".")[2]
     if name not in _PROCESSES:
         raise ValueError(
-            f"train_dataloader.dataset must be built by {' or '.join(_PROCESSES)}, got {name}; "
-            "use one of them, or give `xtuner-mamba lengths` the data file"
+            f"train_dataloader.dataset must be built by {', '.join(_PROCESSES)}, got {name}; "
+            "`xtuner-mamba lengths` also takes the data file itself"
         )
     known = inspect.signature(process_packed_dataset).parameters
     return _tokenize({key: value for key, value in node.items() if key in known})

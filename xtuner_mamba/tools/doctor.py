@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
             asdict(result) | {"symptom": seen[result.check], "line": lines[result.check]}
             for result in results
         ]
-        print(json.dumps(found, indent=2))
+        print(json.dumps({"checks": found}, indent=2))
         return exit_code(results)
     console = Console(highlight=False)
     console.print(table_of(results, f"{args.config}, in the order of suspicion"))

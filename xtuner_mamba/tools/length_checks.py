@@ -1,6 +1,5 @@
 """What the lengths of the documents do to a training: padding, exposure, steps of unequal size."""
 
-from itertools import islice
 from statistics import fmean, pstdev
 
 from xtuner_mamba.dataset.length_advice import coarse_buckets, seldom_seen
@@ -8,10 +7,9 @@ from xtuner_mamba.engine.step_windows import count_targets, layout_of_batch
 from xtuner_mamba.integration.config_checks import type_name
 from xtuner_mamba.layout import IGNORE_INDEX
 from xtuner_mamba.tools.checkup import Finding, NotApplicable
+from xtuner_mamba.tools.log_checks import read_log
 from xtuner_mamba.tools.training import Training
 
-# micro-batches that are looked at
-_NUM_BATCHES = 256
 # standard deviation of a step's tokens, as a share of their mean, beyond which a learning rate
 # means another thing in every step
 _WIDE = 0.3
@@ -67,8 +65,10 @@ def check_exposure(training: Training) -> Finding | str:
 
 def check_trained_lengths(training: Training) -> Finding | str:
     """Check that the model trains on sequences as long, and as short, as the documents are."""
+    if training.carries_states:
+        return "documents of any length are carried from chunk to chunk"
     report = training.length_report
-    lengths = [n for batch in _first_batches(training) for n in _sequence_lengths(batch["data"])]
+    lengths = [n for batch in training.first_batches for n in _sequence_lengths(batch["data"])]
     longest = max(lengths)
     of_longest = longest * lengths.count(longest) / sum(lengths)
     documents = training.lengths
@@ -87,7 +87,8 @@ def check_trained_lengths(training: Training) -> Finding | str:
         return Finding(
             f"{beyond:.0%} of the tokens are beyond max_length={training.max_length:,}, up to "
             f"{report.quantiles['max']:,}: nothing so long is trained on",
-            "raise max_length as far as memory allows, and evaluate longer inputs before use",
+            "raise max_length as far as memory allows, and measure longer inputs with "
+            "LengthExtrapolationHook from xtuner_mamba.engine.hooks",
             "max_length",
         )
     return f"sequences of {min(lengths):,} to {longest:,} tokens"
@@ -101,8 +102,8 @@ def check_step_tokens(training: Training) -> Finding | str:
     """
     settings = training.cfg.optim_wrapper
     if type_name(settings) == "TokenAccumulationOptimWrapper":
-        return f"every step has at least {settings.tokens_per_step:,} target tokens"
-    counts = [_count_targets(batch["data"]) for batch in _first_batches(training)]
+        return _check_logged_steps(training, settings.tokens_per_step)
+    counts = [_count_targets(batch["data"]) for batch in training.first_batches]
     micro_steps = settings.get("accumulative_counts", 1)
     steps = [
         sum(counts[first : first + micro_steps])
@@ -122,8 +123,20 @@ def check_step_tokens(training: Training) -> Finding | str:
     )
 
 
-def _first_batches(training: Training) -> list[dict]:
-    return list(islice(training.loader, _NUM_BATCHES))
+def _check_logged_steps(training: Training, tokens_per_step: int) -> Finding | str:
+    log = [] if training.work_dir is None else read_log(training.work_dir)
+    logged = [entry for entry in log if "tokens_per_step_std" in entry]
+    if not logged:
+        return f"every step has at least {tokens_per_step:,} target tokens"
+    mean, spread = logged[-1]["tokens_per_step"], logged[-1]["tokens_per_step_std"]
+    said = f"{mean:,.0f} target tokens a step, {spread / mean:.0%} more or less, says the log"
+    if spread <= _WIDE * mean:
+        return said
+    return Finding(
+        said,
+        f"raise tokens_per_step: one micro-batch can have as many as {tokens_per_step:,} targets",
+        "tokens_per_step",
+    )
 
 
 def _sequence_lengths(data: dict) -> list[int]:

@@ -67,8 +67,9 @@ def check_loss_falls(training: Training) -> Finding | str:
         return said
     return Finding(
         said,
-        "look at labels and boundaries below; then at the learning rate; and start with shorter "
-        "documents, since a Mamba that starts with long ones learns slowly",
+        "look at labels and boundaries below, then at the learning rate; a Mamba that starts with "
+        "long documents learns slowly: LengthCurriculumHook from xtuner_mamba.engine.hooks starts "
+        "with short ones",
         "lr",
     )
 

@@ -6,19 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from datasets import Dataset
 from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
+from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper, build_optim_wrapper
 from mmengine.registry import DATASETS, HOOKS
 from mmengine.runner import Runner
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 from xtuner.registry import BUILDER
 from xtuner.utils import DEFAULT_PAD_TOKEN_INDEX
@@ -28,13 +29,14 @@ from xtuner_mamba.dataset.documents import TokenizedDocuments
 from xtuner_mamba.dataset.lengths import LengthReport, analyse_lengths
 from xtuner_mamba.dataset.plan import PackPlan, Pieces, cut_pieces
 from xtuner_mamba.engine import TokenAccumulationOptimWrapper
-from xtuner_mamba.engine.hooks import PackedLayoutHook
+from xtuner_mamba.engine.hooks import CarriedStateHook, PackedLayoutHook
 from xtuner_mamba.integration.config_checks import ConfigError, check_packed_training, type_name
 from xtuner_mamba.integration.config_rewrites import fit_cpu, train_exactly
 from xtuner_mamba.tools.corpus import quiet, read_config, read_documents
 
 # a pack of more tokens shows nothing else, and its logits take gigabytes
 _MOST_TOKENS = 8192
+_NUM_BATCHES = 256
 # the parts of a dataset's config that have done their work once documents are tokenized
 _TOKENIZED = dict(
     do_dataset_tokenization=False,
@@ -138,6 +140,11 @@ class Training:
         """The config of the batch sampler; empty if there is none."""
         return self.cfg.train_dataloader.get("batch_sampler") or {}
 
+    @property
+    def carries_states(self) -> bool:
+        """Whether documents go on from batch to batch."""
+        return type_name(self.batch_sampler) == "CarriedChunkBatchSampler"
+
     @cached_property
     def length_report(self) -> LengthReport:
         """What :mod:`xtuner_mamba.dataset.lengths` tells of the corpus and of the buckets."""
@@ -175,27 +182,30 @@ class Training:
         node |= dict(dataset=Dataset.from_dict(columns), max_length=int(pieces.lengths.sum()))
         with quiet():
             rows = DATASETS.build(node)
-        loader = Runner.build_dataloader(
-            dict(
-                dataset=rows,
-                sampler=dict(type=DefaultSampler, shuffle=False),
-                batch_size=len(rows),
-                num_workers=0,
-                collate_fn=self.cfg.train_dataloader.collate_fn,
-            )
+        settings = dict(
+            dataset=rows,
+            sampler=dict(type=DefaultSampler, shuffle=False),
+            batch_size=len(rows),
+            num_workers=0,
+            collate_fn=self.cfg.train_dataloader.collate_fn,
         )
-        collated = next(iter(loader))
+        if self.carries_states:
+            # rows are made by the sampler; here, one of all documents
+            places = node["max_length"]
+            sampler = dict(max_length=places, tokens_per_batch=places, shuffle=False)
+            settings |= dict(batch_size=1, batch_sampler={**self.batch_sampler, **sampler})
+        collated = next(iter(Runner.build_dataloader(settings)))
         places = find_documents(collated["data"]["input_ids"], documents)
         return Batch(collated, documents, places, pieces)
 
     @cached_property
-    def loader(self) -> DataLoader:
-        """The config's own batches of the whole corpus."""
+    def first_batches(self) -> list[dict]:
+        """The first of the batches that the config makes of the whole corpus."""
         settings = dict(self.cfg.train_dataloader.items()) | dict(num_workers=0)
         for name in ("persistent_workers", "prefetch_factor"):
             settings.pop(name, None)
         with quiet():
-            return Runner.build_dataloader(settings, seed=0)
+            return list(islice(Runner.build_dataloader(settings, seed=0), _NUM_BATCHES))
 
     @cached_property
     def model(self) -> nn.Module:
@@ -222,15 +232,24 @@ class Training:
         """Give what the model is called with, while the config's hooks publish its boundaries."""
         collated = {**collated, "data": dict(collated["data"])}
         hooks = self.boundary_hooks
+        carrying = [CarriedStateHook()] if self.carries_states else []
+        runner = SimpleNamespace(
+            model=self.model, iter=0, message_hub=MessageHub.get_instance("tools")
+        )
         if isinstance(self.optim_wrapper, TokenAccumulationOptimWrapper):
             self.optim_wrapper.begin_step(1)
+        # states of before the first batch, every time
+        for hook in carrying:
+            hook.before_train(runner)
         for hook in hooks:
-            hook.before_train_iter(None, 0, collated)
+            hook.before_train_iter(runner, 0, collated)
         try:
             yield self.model.data_preprocessor(collated, True)
         finally:
             for hook in hooks:
-                hook.after_train_iter(None, 0, collated)
+                hook.after_train_iter(runner, 0, collated)
+            for hook in carrying:
+                hook.after_train(runner)
 
 
 def choose_pieces(documents: TokenizedDocuments, max_length: int) -> Pieces:
