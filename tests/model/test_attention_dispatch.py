@@ -252,6 +252,9 @@ def test_autocast_reaches_attention_in_its_dtype(monkeypatch):
 
     monkeypatch.setattr(dispatched_attention, "attention", spy)
     model = build(FAMILIES["Llama"], torch.float32)
+    for layer in model.model.layers:
+        # as a layer of 4 bits, which gives back the dtype that it was given
+        layer.self_attn.v_proj.register_forward_hook(lambda module, args, y: y.float())
     dispatch_packed(model)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         run_packed(model, make_tokens())
@@ -322,18 +325,20 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("settings", SCALINGS.values(), ids=SCALINGS)
-def test_a_long_document_does_not_change_the_rotary_embedding_of_a_short_one(settings):
-    tokens = make_tokens()
+def test_a_long_document_does_not_change_the_rotary_embedding_of_others(settings):
+    # a long one after a short one, and after a longer one
+    lengths = [5, 13, 9, 1]
+    tokens = make_tokens(lengths)
     packed = build(lambda: make(**settings))
     dispatch_packed(packed)
     # every document by a model that has seen no other
-    parts = tokens.split(LENGTHS, dim=1)
+    parts = tokens.split(lengths, dim=1)
     exact = torch.cat([build(lambda: make(**settings))(part).logits for part in parts], dim=1)
     for _ in range(2):
-        assert relative_rms(run_packed(packed, tokens), exact) < 1e-6
+        assert relative_rms(run_packed(packed, tokens, lengths), exact) < 1e-6
     stock = type(packed.model.rotary_emb).forward
     packed.model.rotary_emb.forward = stock.__get__(packed.model.rotary_emb)
-    assert relative_rms(run_packed(packed, tokens), exact) > 1e-4
+    assert relative_rms(run_packed(packed, tokens, lengths), exact) > 1e-4
 
 
 # -- XTuner's own path ----------------------------------------------------------------------------

@@ -238,6 +238,7 @@ class _OnGpu:
 def capable(monkeypatch):
     """A GPU that takes every kernel, a PyTorch that has its own, and no flash-attn."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(
         kernels, "_why_not_flash_attn", lambda capped: "flash-attn must be there, got none"
     )
@@ -274,6 +275,12 @@ def test_an_old_gpu_is_named(capable):
     capable.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     told = kernels.why_not_varlen(_OnGpu(), None)
     assert told == "the GPU must have compute capability 8.0 or above, got (7, 5)"
+
+
+def test_a_pytorch_built_without_flash_attention_is_named(capable):
+    capable.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    told = kernels.why_not_varlen(_OnGpu(), None)
+    assert told == f"torch must be built with flash attention, got {torch.__version__} without"
 
 
 def test_operators_of_another_pytorch_are_named(monkeypatch):

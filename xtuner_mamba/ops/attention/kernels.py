@@ -24,7 +24,10 @@ def why_not_varlen(q: Tensor, softcap: float | None) -> str | None:
     """Say what keeps PyTorch's varlen attention from these inputs, ``None`` if nothing does."""
     if softcap is not None:
         return f"softcap must be None for PyTorch's kernel, got {softcap}"
-    return _why_not_halves(q) or _why_not_torch()
+    reason = _why_not_halves(q) or _why_not_torch()
+    if reason is None and not torch.backends.cuda.is_flash_attention_available():
+        return f"torch must be built with flash attention, got {torch.__version__} without"
+    return reason
 
 
 def why_not_flash(q: Tensor, softcap: float | None) -> str | None:
