@@ -382,3 +382,9 @@ def test_weight_decay_on_the_dynamics(write_config):
     }
     with pytest.raises(NotApplicable, match="no A_log or D trains"):
         examine("weight decay", write_config(lora))
+
+
+def test_the_page_tells_of_every_check():
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+    for symptom in SYMPTOMS:
+        assert symptom.name in page
