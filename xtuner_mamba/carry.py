@@ -85,7 +85,8 @@ class CarriedStates:
             carried: What ``carried_collate_fn`` says about it.
 
         Raises:
-            RuntimeError: Rows continue documents of a batch that was not the one before.
+            RuntimeError: Rows continue documents of a batch that was not the one before, or that
+                had more rows, or fewer.
         """
         epoch, step = carried["chunk"]
         if any(carried["continues"]) and self._chunk != (epoch, step - 1):
@@ -94,6 +95,14 @@ class CarriedStates:
                 f"{self._chunk}; a batch was left out, or resumed without the states beside its "
                 "checkpoint"
             )
+        num_rows = len(carried["continues"])
+        for conv_states, _ in self._after.values():
+            if len(conv_states) != num_rows:
+                raise RuntimeError(
+                    f"carried states must be of the batch's {num_rows} rows, got "
+                    f"{len(conv_states)}; resume with the tokens_per_batch and max_length that "
+                    "the checkpoint was trained with"
+                )
         self._before, self._after, self._chunk = self._after, {}, (epoch, step)
 
     def before(self, layer_idx: int) -> tuple[Tensor, Tensor] | None:

@@ -201,6 +201,10 @@ def test_parts_that_need_each_other_are_asked_for(template, args):
     template.custom_hooks[-1] = dict(type=LengthCurriculumHook, schedule=[(0, 8), (1, 9)])
     with pytest.raises(ConfigError, match="with LengthCurriculumHook, got None; use a mamba_"):
         check_packed_training(template, args)
+    template.custom_hooks[-1] = dict(type=LengthCurriculumHook, schedule=[(0, 9), (1, 8)])
+    message = r"^custom_hooks\[3\]: schedule must be .*, got \[\(0, 9\), \(1, 8\)\]; such as"
+    with pytest.raises(ConfigError, match=message):
+        check_packed_training(template, args)
 
 
 def test_token_accumulation_is_refused_with_deepspeed(template, args):

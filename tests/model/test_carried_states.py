@@ -270,3 +270,7 @@ def test_what_was_left_out_is_refused():
     states.begin(dict(continues=[False], chunk=(1, 1)))
     with pytest.raises(RuntimeError, match=r"of step 2 of epoch 1, got \(1, 1\)"):
         states.begin(carried)
+    states.begin(dict(continues=[True], chunk=(1, 2)))
+    states.keep(0, torch.zeros(2, 3, 3), torch.zeros(2, 3, 4))
+    with pytest.raises(RuntimeError, match="of the batch's 1 rows, got 2; resume with"):
+        states.begin(carried)

@@ -15,6 +15,7 @@ from torch import nn
 from xtuner_mamba.dataset.arguments import check_names
 from xtuner_mamba.dataset.buckets import check_bucket_arguments
 from xtuner_mamba.dataset.carried_chunks import check_carried_arguments, check_chunk_arguments
+from xtuner_mamba.dataset.curriculum import LengthCurriculum
 from xtuner_mamba.dataset.document_dataset import check_document_arguments
 from xtuner_mamba.dataset.preference import check_preference_arguments
 from xtuner_mamba.dataset.process import check_arguments
@@ -34,6 +35,7 @@ _CHECKS = {
     "BucketBatchSampler": check_bucket_arguments,
     "TokenBudgetBatchSampler": check_budget_arguments,
     "CarriedChunkBatchSampler": check_carried_arguments,
+    "LengthCurriculumHook": lambda arguments: LengthCurriculum(arguments.get("schedule", ())),
 }
 
 
