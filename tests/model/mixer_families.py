@@ -31,20 +31,20 @@ _ATTENTION_OF_HYBRID = dict(intermediate_size=24, num_attention_heads=4, num_key
 _EAGER = dict(attn_implementation="eager")
 
 
-def make_mamba() -> PreTrainedModel:
+def make_mamba(**settings: object) -> PreTrainedModel:
     """Two layers of Mamba-1."""
-    return MambaForCausalLM(MambaConfig(**_COMMON, **_PURE))
+    return MambaForCausalLM(MambaConfig(**{**_COMMON, **_PURE, **settings}))
 
 
-def make_falcon_mamba() -> PreTrainedModel:
+def make_falcon_mamba(**settings: object) -> PreTrainedModel:
     """Two layers of Mamba-1 whose dt, B and C are normed."""
-    return FalconMambaForCausalLM(FalconMambaConfig(**_COMMON, **_PURE))
+    return FalconMambaForCausalLM(FalconMambaConfig(**{**_COMMON, **_PURE, **settings}))
 
 
-def make_jamba() -> PreTrainedModel:
+def make_jamba(**settings: object) -> PreTrainedModel:
     """Mamba-1 with norms, attention in layer 1 of 4, experts in every second."""
     config = JambaConfig(
-        **_COMMON,
+        **{**_COMMON, **settings},
         **_MAMBA_OF_HYBRID,
         **_ATTENTION_OF_HYBRID,
         **_EAGER,
@@ -60,10 +60,10 @@ def make_jamba() -> PreTrainedModel:
     return JambaForCausalLM(config)
 
 
-def make_zamba() -> PreTrainedModel:
+def make_zamba(**settings: object) -> PreTrainedModel:
     """Mamba-1 with two heads, and one attention layer that two of the six layers share."""
     config = ZambaConfig(
-        **_COMMON,
+        **{**_COMMON, **settings},
         **_MAMBA_OF_HYBRID,
         **{**_ATTENTION_OF_HYBRID, "num_key_value_heads": 4},
         **_EAGER,
@@ -77,30 +77,27 @@ def make_zamba() -> PreTrainedModel:
     return ZambaForCausalLM(config)
 
 
-def make_mamba2(n_groups: int = 1) -> PreTrainedModel:
+def make_mamba2(**settings: object) -> PreTrainedModel:
     """Two layers of Mamba-2, with limits that some of the step sizes exceed."""
     config = Mamba2Config(
-        **_COMMON,
+        **{**_COMMON, "n_groups": 1, "time_step_limit": (0.1, 1.5), **settings},
         **_PURE,
         num_heads=4,
         head_dim=8,
-        n_groups=n_groups,
         chunk_size=8,
-        time_step_limit=(0.1, 1.5),
     )
     return Mamba2ForCausalLM(config)
 
 
-def make_bamba(n_groups: int = 1) -> PreTrainedModel:
+def make_bamba(**settings: object) -> PreTrainedModel:
     """Mamba-2, and attention with rotary positions in layer 1 of 3."""
     config = BambaConfig(
-        **_COMMON,
+        **{**_COMMON, **settings},
         **_MAMBA_OF_HYBRID,
         **_ATTENTION_OF_HYBRID,
         **_EAGER,
         mamba_n_heads=4,
         mamba_d_head=8,
-        mamba_n_groups=n_groups,
         mamba_chunk_size=8,
         num_hidden_layers=3,
         attn_layer_indices=[1],

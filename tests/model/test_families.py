@@ -1,6 +1,7 @@
 """Every family on packs against the same model on each document alone: one table for all."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -40,10 +41,14 @@ def test_packed_equals_alone_and_documents_are_isolated(name):
     assert proof.changed <= (1e-6 if proof.has_experts else 0)
 
 
-@pytest.mark.parametrize("build", [make_mamba2, make_bamba])
+@pytest.mark.parametrize(
+    "build",
+    [partial(make_mamba2, n_groups=2), partial(make_bamba, mamba_n_groups=2)],
+    ids=["Mamba-2", "Bamba"],
+)
 def test_groups_of_heads(build):
     """Against a recurrence: transformers' own PyTorch gives the heads of a group away in turn."""
-    alone = make(lambda: build(n_groups=2), torch.float64)
+    alone = make(build, torch.float64)
     packed, _ = dispatched(alone)
     tokens = draw_tokens(alone.config.vocab_size)
     with InFloat64():
