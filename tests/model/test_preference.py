@@ -53,7 +53,9 @@ def make_pairs(reward: bool, least: int = 1) -> list[dict]:
         pair = {}
         for rank, (name, length) in enumerate(zip(("chosen", "rejected"), answer_lengths)):
             answer = torch.randint(least, VOCAB - 1, (length,), generator=draw).tolist()
-            ids, labels = prompt + answer, [-100] * prompt_length + answer
+            ids = prompt + answer
+            # once the prompt is a target too, but for its first token that nothing comes before
+            labels = ids[:] if len(pairs) == 1 else [-100] * prompt_length + answer
             if reward:
                 ids, labels = [*ids, REWARD_TOKEN], [-100] * len(ids) + [rank]
             pair |= {f"{name}_ids": ids, f"{name}_labels": labels}
