@@ -21,7 +21,13 @@ from xtuner.model.reward import RewardModel
 
 from xtuner_mamba.layout import PackedLayout, publish_layout
 from xtuner_mamba.model import PackedDPO, PackedORPO, PackedRewardModel, dispatch_packed
-from xtuner_mamba.model.preference_loss import DPO_LOSSES, Pairs, log_odds_ratios, pairs_of
+from xtuner_mamba.model.preference_loss import (
+    DPO_LOSSES,
+    Pairs,
+    answer_logps,
+    log_odds_ratios,
+    pairs_of,
+)
 from xtuner_mamba.testing import relative_rms
 
 VOCAB = 20
@@ -192,6 +198,25 @@ def test_a_pair_changes_no_bit_of_the_others(kind):
     assert torch.equal(clean[:, others], poisoned[:, others])
     assert clean[:, others].abs().max() > 0
     assert poisoned[:, ~others].isnan().any()
+
+
+def test_chosen_and_rejected_do_not_see_each_other():
+    layout, data = pack(make_pairs(reward=False))
+    llm = make_llm().float()
+    dispatch_packed(llm)
+    embeds = llm.get_input_embeddings()(data["input_ids"]).detach()
+
+    def logps(embeds):
+        with layout.published(), torch.no_grad():
+            return answer_logps(llm(inputs_embeds=embeds).logits, data["labels"], layout)
+
+    clean = logps(embeds)
+    # the chosen answer of the second pair
+    embeds[:, layout.seq_idx[0] == 2] = float("nan")
+    poisoned = logps(embeds)
+    assert torch.equal(poisoned.rejected, clean.rejected)
+    assert poisoned.chosen.isnan().tolist() == [False, True, False]
+    assert torch.equal(poisoned.chosen[[0, 2]], clean.chosen[[0, 2]])
 
 
 @pytest.mark.parametrize("kind", ["DPO", "ORPO"])
