@@ -157,6 +157,9 @@ def test_memory_that_rises_and_falls(folder, write_config):
 def test_a_config_that_xtuner_train_refuses(write_config):
     found = examine("xtuner train", write_config({"batch_size=1": "batch_size=2"}))
     assert "batch_size must be 1 with use_varlen_attn, got 2" in found.remedy
+    assert examine("xtuner train", write_config()) == "it takes the config"
+    with pytest.raises(NotApplicable, match="nothing is asked of such a config"):
+        examine("xtuner train", write_config("padded"))
 
 
 # -- labels
@@ -200,9 +203,14 @@ def test_padding_with_labels(write_config, write_collate):
 def test_documents_that_were_padded_when_they_were_tokenized(write_config, write_tokenized):
     config = write_config("tokenized")
     # 1 is the tokenizer's padding
-    write_tokenized(end=[1] * 20)
+    write_tokenized(end=[1] * 4)
+    # too short to tell
+    short = json.dumps(dict(input_ids=[5, 6], labels=[5, 6]))
+    Path("tokenized.jsonl").write_text(f"{short}\n{Path('tokenized.jsonl').read_text()}")
     found = examine("padding labels", config)
-    assert found.what == "40 of 40 documents end in padding with labels"
+    assert found.what == "40 of 41 documents end in padding with labels"
+    write_tokenized(lengths=range(2, 42))
+    assert isinstance(examine("padding labels", config), str)
     write_tokenized(lambda ids: [*ids[:-20], *[-100] * 20], end=[1] * 20)
     assert isinstance(examine("padding labels", config), str)
 

@@ -88,6 +88,11 @@ def test_rows_that_are_padded_too_far_or_trained_to_predict_it(write_config, wri
     assert checks["padding labels"]["detail"].startswith("600 of ")
 
 
+def test_json_is_all_that_stdout_gets(write_config, write_collate, capsys):
+    write_collate("print('said by the config')", ours="packed_collate_fn")
+    smoke(capsys, write_config("faulty packs"), "--steps", "4", code=0)
+
+
 def test_a_learning_rate_that_teaches_nothing(write_config, capsys):
     checks, losses = smoke(capsys, write_config({"lr=1e-2": "lr=0.0"}), "--steps", "4", code=1)
     assert checks["loss falls"]["status"] == "FAIL"

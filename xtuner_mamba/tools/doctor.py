@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,14 @@ from rich.console import Console
 from rich.markup import escape
 from xtuner.configs import cfgs_name_path
 
-from xtuner_mamba.tools.checkup import Finding, exit_code, run_checks, summary_of, table_of
+from xtuner_mamba.tools.checkup import (
+    Finding,
+    NotApplicable,
+    exit_code,
+    run_checks,
+    summary_of,
+    table_of,
+)
 from xtuner_mamba.tools.label_checks import (
     check_first_tokens,
     check_label_places,
@@ -53,7 +61,13 @@ class Symptom(NamedTuple):
 
 
 def check_config(training: Training) -> Finding | str:
-    """Check that ``xtuner train`` takes the config."""
+    """Check that ``xtuner train`` takes the config.
+
+    Raises:
+        NotApplicable: It asks nothing of such a config.
+    """
+    if not training.uses_varlen:
+        raise NotApplicable("use_varlen_attn is False: nothing is asked of such a config")
     if training.refusal is not None:
         return Finding("it stops before anything is built", training.refusal)
     return "it takes the config"
@@ -84,12 +98,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run the checks, and print a table and what to do, or JSON."""
     args = _parse_args(argv)
     set_random_seed(0)
-    try:
-        training = Training(args.config, args.work_dir)
-    except (ValueError, OSError) as error:
-        print(f"{args.config}: {error}", file=sys.stderr)
-        return 2
-    results = run_checks({s.name: partial(s.check, training) for s in SYMPTOMS})
+    # what libraries and the config's own code print is no result
+    with redirect_stdout(sys.stderr):
+        try:
+            training = Training(args.config, args.work_dir)
+        except (ValueError, OSError) as error:
+            print(f"{args.config}: {error}")
+            return 2
+        results = run_checks({s.name: partial(s.check, training) for s in SYMPTOMS})
     seen = {symptom.name: symptom.seen for symptom in SYMPTOMS}
     lines = {result.check: find_line(args.config, result.setting) for result in results}
     if args.json:

@@ -1,6 +1,8 @@
 """What must hold of labels and padding, in a batch of short and long documents and in the data."""
 
 import math
+from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -51,13 +53,13 @@ def check_padding_labels(training: Training) -> Finding | str:
             "collate_fn",
         )
     input_ids, labels, lengths = _sample(training)
-    last = lengths[lengths >= _PADDING_RUN].cumsum()[:, None] - 1 - np.arange(_PADDING_RUN)
-    in_documents = (
-        (labels[last] == training.pad_token_id) & (input_ids[last] == labels[last])
-    ).all(axis=1)
-    if in_documents.any():
+    ends = lengths.cumsum()[lengths >= _PADDING_RUN]
+    last = ends[:, None] - 1 - np.arange(_PADDING_RUN)
+    is_padding = (input_ids[last] == training.pad_token_id) & (labels[last] == input_ids[last])
+    num_padded = int(is_padding.all(axis=1).sum())
+    if num_padded:
         return Finding(
-            f"{in_documents.sum():,} of {len(lengths):,} documents end in padding with labels",
+            f"{num_padded:,} of {len(lengths):,} documents end in padding with labels",
             "tokenize without padding, or set its labels to -100",
             "train_dataset",
         )
@@ -87,31 +89,21 @@ def check_prompts(training: Training) -> Finding | str:
     Raises:
         NotApplicable: The data comes tokenized, so that nothing says what a prompt is.
     """
-    batch = training.batch
-    labels = batch.data["labels"].flatten().numpy()
-    prompts, answers = np.zeros(2, dtype=int), np.zeros(2, dtype=int)
-    for place, tokens, turns in zip(batch.places, batch.documents, _conversations(training)):
-        of_document = labels[place]
-        cursor = 0
-        for turn in turns:
-            for text, has_label, counts in (
-                (turn["input"], False, prompts),
-                (turn["output"], turn.get("output_with_loss", True), answers),
-            ):
-                part = training.tokenizer.encode(text, add_special_tokens=False)
-                start = _find(tokens, part, cursor)
-                cursor = start + len(part)
-                # a document's first token is no target
-                is_label = of_document[max(start, 1) : cursor] != IGNORE_INDEX
-                counts += len(is_label), (is_label != has_label).sum()
-    if prompts[1] or answers[1]:
+    seen, wrong = Counter(), Counter()
+    for part, has_label, is_label in _parts_of_turns(training):
+        seen[part] += len(is_label)
+        wrong[part] += int((is_label != has_label).sum())
+    if wrong.total():
         return Finding(
-            f"{prompts[1]} of {prompts[0]} tokens of prompts have a label, {answers[1]} of "
-            f"{answers[0]} of answers have none",
+            f"{wrong['input']} of {seen['input']} tokens of prompts have a label, "
+            f"{wrong['output']} of {seen['output']} of answers have none",
             "let dataset_map_fn put what is given into 'input', what is to be learnt into 'output'",
             "dataset_map_fn",
         )
-    return f"{prompts[0]} tokens of prompts without a label, {answers[0]} of answers with theirs"
+    return (
+        f"{seen['input']} tokens of prompts without a label, {seen['output']} of answers with "
+        "theirs"
+    )
 
 
 @torch.no_grad()
@@ -126,12 +118,15 @@ def check_first_tokens(training: Training) -> Finding | str:
     firsts = torch.tensor([place.start for place in batch.places])
     labelled = firsts[labels.flatten()[firsts] != IGNORE_INDEX]
     without = labels.flatten().index_fill(0, labelled, IGNORE_INDEX).view_as(labels)
-    losses = [_loss(training, some) for some in (labels, without)] if len(labelled) else [0.0, 0.0]
-    if losses[0] == losses[1]:
-        return f"the first tokens of {len(firsts)} documents are no targets"
+    said = f"the first tokens of {len(firsts)} documents are no targets"
+    if not len(labelled):
+        return said
+    loss, loss_without = _loss(training, labels), _loss(training, without)
+    if loss == loss_without:
+        return said
     return Finding(
         f"the first tokens of documents are targets of the documents before them: the loss is "
-        f"{losses[0]:.4f}, and {losses[1]:.4f} without them",
+        f"{loss:.4f}, and {loss_without:.4f} without them",
         "use_varlen_attn = True and a model of type PackedSupervisedFinetune, or set the label of "
         "every document's first token to -100",
         "use_varlen_attn",
@@ -155,6 +150,29 @@ def _sample(training: Training) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     numbers = np.arange(0, count, -(-count // _NUM_SAMPLED))
     lengths = documents.lengths[numbers]
     return *documents.read(Pieces.whole(numbers, lengths)), lengths
+
+
+def _parts_of_turns(training: Training) -> Iterator[tuple[str, bool, np.ndarray]]:
+    """Find inputs and outputs of the batch's conversations.
+
+    Yields:
+        ``"input"`` or ``"output"``, whether its tokens are to have labels, and which of them
+        have, bool, ``(length,)``.
+    """
+    batch = training.batch
+    labels = batch.data["labels"].flatten().numpy()
+    for place, tokens, turns in zip(batch.places, batch.documents, _conversations(training)):
+        end = 0
+        for turn in turns:
+            for part, has_label in (
+                ("input", False),
+                ("output", turn.get("output_with_loss", True)),
+            ):
+                ids = training.tokenizer.encode(turn[part], add_special_tokens=False)
+                start = _find(tokens, ids, end)
+                end = start + len(ids)
+                # a document's first token is no target
+                yield part, has_label, labels[place][max(start, 1) : end] != IGNORE_INDEX
 
 
 def _conversations(training: Training) -> list[list[dict]]:

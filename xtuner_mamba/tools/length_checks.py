@@ -57,7 +57,7 @@ def check_exposure(training: Training) -> Finding | str:
             f"documents of {shares}",
             "batch_sampler = dict(type=BucketBatchSampler, boundaries=[...], "
             "sampling='sqrt_tokens'), if the model must be good at such lengths",
-            "sampling" if training.batch_sampler else "train_dataloader",
+            "sampling" if "sampling" in training.batch_sampler else "train_dataloader",
         )
     share = min(bucket.natural / bucket.sqrt_tokens for bucket in training.length_report.buckets)
     return f"every length has at least {share:.0%} of the tokens that square roots would give it"

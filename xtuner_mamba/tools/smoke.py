@@ -8,6 +8,7 @@ with 2 if one could not run, and with 0 if not.
 import argparse
 import json
 import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from statistics import fmean
@@ -15,13 +16,7 @@ from statistics import fmean
 from mmengine.runner import set_random_seed
 from rich.console import Console
 
-from xtuner_mamba.tools.checkup import (
-    Finding,
-    exit_code,
-    run_checks,
-    summary_of,
-    table_of,
-)
+from xtuner_mamba.tools.checkup import Finding, exit_code, run_checks, summary_of, table_of
 from xtuner_mamba.tools.label_checks import (
     check_first_tokens,
     check_padding,
@@ -42,28 +37,30 @@ def main(argv: list[str] | None = None) -> int:
     """Run the checks, and print a table or JSON."""
     args = _parse_args(argv)
     set_random_seed(0)
-    try:
-        training = Training(args.config)
-        if training.refusal is not None:
-            raise ValueError(training.refusal)
-    except (ValueError, OSError) as error:
-        print(f"{args.config}: {error}", file=sys.stderr)
-        return 2
-    steps = Steps(training, args.steps)
-    checks = {
-        "padding": partial(check_padding, training),
-        "padding labels": partial(check_padding_labels, training),
-        "prompt labels": partial(check_prompts, training),
-        "first tokens": partial(check_first_tokens, training),
-        "leak test": partial(check_state_leak, training),
-        "loss falls": steps.check_loss,
-        "gradients finite": steps.check_gradients,
-    }
-    results = run_checks(checks)
-    if args.json:
-        print(
-            json.dumps({"checks": [asdict(result) for result in results], "losses": steps.losses})
+    # what libraries and the config's own code print is no result
+    with redirect_stdout(sys.stderr):
+        try:
+            training = Training(args.config)
+            if training.refusal is not None:
+                raise ValueError(training.refusal)
+        except (ValueError, OSError) as error:
+            print(f"{args.config}: {error}")
+            return 2
+        steps = Steps(training, args.steps)
+        results = run_checks(
+            {
+                "padding": partial(check_padding, training),
+                "padding labels": partial(check_padding_labels, training),
+                "prompt labels": partial(check_prompts, training),
+                "first tokens": partial(check_first_tokens, training),
+                "leak test": partial(check_state_leak, training),
+                "loss falls": steps.check_loss,
+                "gradients finite": steps.check_gradients,
+            }
         )
+    if args.json:
+        found = [asdict(result) for result in results]
+        print(json.dumps({"checks": found, "losses": steps.losses}, indent=2))
     else:
         console = Console()
         console.print(table_of(results, f"{args.config}: a batch of three documents"))

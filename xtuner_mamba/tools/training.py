@@ -36,6 +36,7 @@ from xtuner_mamba.tools.corpus import quiet, read_config, read_documents
 
 # a pack of more tokens shows nothing else, and its logits take gigabytes
 _MOST_TOKENS = 8192
+# enough for the mean and the spread of a few optimizer steps
 _NUM_BATCHES = 256
 # the parts of a dataset's config that have done their work once documents are tokenized
 _TOKENIZED = dict(
@@ -238,12 +239,12 @@ class Training:
         )
         if isinstance(self.optim_wrapper, TokenAccumulationOptimWrapper):
             self.optim_wrapper.begin_step(1)
-        # states of before the first batch, every time
-        for hook in carrying:
-            hook.before_train(runner)
-        for hook in hooks:
-            hook.before_train_iter(runner, 0, collated)
         try:
+            # states of before the first batch, every time
+            for hook in carrying:
+                hook.before_train(runner)
+            for hook in hooks:
+                hook.before_train_iter(runner, 0, collated)
             yield self.model.data_preprocessor(collated, True)
         finally:
             for hook in hooks:
