@@ -1,6 +1,7 @@
 """What is measured of a family: a tiny model on packs against the same on each document alone."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -72,9 +73,9 @@ def prove(build: Callable[[], PreTrainedModel]) -> Proof:
     assert actual.keys() == gradients.keys()
     return Proof(
         layers=layers,
-        logits_error=relative_rms(logits, expected),
-        gradient_error=max(relative_rms(actual[name], gradients[name]) for name in gradients),
-        leak=relative_rms(leaking, expected),
+        logits_error=_error(logits, expected),
+        gradient_error=max(_error(actual[name], gradients[name]) for name in gradients),
+        leak=_error(leaking, expected),
         changed=largest_change_elsewhere(build),
         has_experts=any(name.endswith("experts") for name, _ in alone.named_modules()),
     )
@@ -144,8 +145,7 @@ def largest_change_elsewhere(build: Callable[[], PreTrainedModel]) -> float:
             after = _seen_by(others, model, overwritten, layout)
             for actual, expected in zip(after, before):
                 if not torch.equal(actual, expected):
-                    error = relative_rms(actual, expected)
-                    largest = max(largest, torch.inf if error != error else error)
+                    largest = max(largest, _error(actual, expected))
     return largest
 
 
@@ -164,3 +164,9 @@ def _seen_by(
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    error = relative_rms(actual, expected)
+    # the larger of a number and NaN may be the number
+    return torch.inf if math.isnan(error) else error
