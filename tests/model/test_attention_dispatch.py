@@ -116,8 +116,11 @@ def test_errs_like_eager_documents_alone(monkeypatch, family, dtype):
     # a rounding to bfloat16 can send a token to another expert
     if dtype == torch.float32 or family not in EXPERTS:
         assert ours <= (3 if GPU else 2) * max(theirs, torch.finfo(dtype).eps / 4)
-    is_kernels = GPU and dtype == torch.bfloat16 and family != "Gemma2"
-    assert impls == {"varlen" if is_kernels else "blocked"}
+    if not GPU or dtype == torch.float32:
+        assert impls == {"blocked"}
+    else:
+        # PyTorch's kernel has no soft cap
+        assert impls <= ({"flash", "blocked"} if family == "Gemma2" else {"varlen"})
 
 
 class _LargestTensor(TorchDispatchMode):

@@ -129,7 +129,8 @@ def test_gradients_pass_gradcheck(small_blocks, impl):
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["all"]], ids=["plain", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_exact_paths_err_no_more_than_eager(small_blocks, dtype, options):
-    check_against_eager("blocked", dtype, LENGTHS, options, factor=2)
+    # a GPU's exponential errs by 2 units in the last place, a CPU's by half
+    check_against_eager("blocked", dtype, LENGTHS, options, factor=3 if GPU else 2)
 
 
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["window"]], ids=["plain", "window"])
