@@ -63,6 +63,18 @@ def test_the_loss_is_that_of_the_iteration_alone(tmp_path, make_runner, packs):
     assert history[2][1:] == [None, None]
 
 
+def test_the_picture_has_the_iterations_after_the_last_table(tmp_path, make_runner, packs):
+    hook = dict(type=ExposureHook, boundaries=BOUNDARIES, interval=3)
+    counts, history = train(make_runner(tmp_path, packs, [hook]))
+    assert sum(counts) == sum(map(sum, PACKS))
+    assert list(history) == [3]
+    hook["interval"] = 5
+    counts, history = train(make_runner(tmp_path / "none", packs, [hook]))
+    assert sum(counts) == sum(map(sum, PACKS))
+    assert history is None
+    assert (tmp_path / "none" / "exposure.png").exists()
+
+
 def test_resumed_training_goes_on_counting(tmp_path, make_runner, packs):
     hook = dict(type=ExposureHook, boundaries=BOUNDARIES, interval=2)
     whole = train(make_runner(tmp_path / "whole", packs, [hook]))

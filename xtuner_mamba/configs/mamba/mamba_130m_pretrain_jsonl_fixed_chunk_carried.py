@@ -4,7 +4,7 @@ A document goes on in the same row of the next micro-batch, with the state that 
 has read all of it, and gradients reach back to the beginning of the chunk. For documents too long
 for a row of mamba_130m_pretrain_jsonl_varlen.
 
-Hardware: one GPU of 24 GB (as many tokens a micro-batch as the bucket template).
+Hardware: one GPU of 24 GB (about as many tokens a micro-batch as the bucket template).
 Data:     a JSON object with a "text" field on every line of data/*.jsonl
 Run:      xtuner train mamba_130m_pretrain_jsonl_fixed_chunk_carried
           (eight GPUs: NPROC_PER_NODE=8 in front, --deepspeed deepspeed_zero2 behind)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from mmengine.dist import all_reduce, is_main_process
 from mmengine.hooks import Hook
-from mmengine.logging import print_log
+from mmengine.logging import MessageHub, print_log
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
@@ -29,8 +29,8 @@ class ExposureHook(Hook):
     """Log tokens and loss of each length bucket, over all ranks, and draw them at the end.
 
     Tokens are counted in every iteration. The loss is that of the targets of one iteration in
-    ``interval``, whose head is run once more: a tenth of a step of 130M parameters, less of larger
-    ones. A piece of a document that was cut counts as a document of its length.
+    ``interval``, whose head is run once more: a tenth of the FLOPs of a step of 130M parameters,
+    less of larger models. A piece of a document that was cut counts as a document of its length.
 
     A table in the log every ``interval`` iterations, ``exposure.png`` in the ``work_dir`` at the
     end. Both go on after ``--resume`` from a checkpoint that ``interval`` divides.
@@ -71,24 +71,29 @@ class ExposureHook(Hook):
     ) -> None:
         if not self._measures:
             return
-        hub = runner.message_hub
-        all_reduce(self._counts)
-        tokens, targets, losses = self._counts.tolist()
-        self._counts.zero_()
-        before = hub.get_info(_COUNTS, [0] * len(tokens))
-        total = [int(count + old) for count, old in zip(tokens, before)]
-        means = [loss / count if count else None for loss, count in zip(losses, targets)]
-        hub.update_info(_COUNTS, total)
-        hub.update_info(_HISTORY, {**hub.get_info(_HISTORY, {}), runner.iter + 1: means})
-        print_log(self._table(runner.iter + 1, total, means), logger="current")
+        hub, iteration = runner.message_hub, runner.iter + 1
+        losses = self._add_up(hub)
+        hub.update_info(_HISTORY, {**hub.get_info(_HISTORY, {}), iteration: losses})
+        print_log(self._table(iteration, hub.get_info(_COUNTS), losses), logger="current")
 
     def after_train(self, runner: Runner) -> None:
         for handle in self._handles:
             handle.remove()
-        if runner.message_hub.get_info(_HISTORY) and is_main_process():
+        # the iterations since the last table
+        self._add_up(runner.message_hub)
+        if is_main_process():
             path = Path(runner.work_dir) / "exposure.png"
             self._draw(runner, path)
             print_log(f"exposure of each length in {path}", logger="current")
+
+    def _add_up(self, hub: MessageHub) -> list[float | None]:
+        """Add the counts of all ranks to those kept, and return the loss of each bucket."""
+        all_reduce(self._counts)
+        tokens, targets, losses = self._counts.tolist()
+        self._counts.zero_()
+        before = hub.get_info(_COUNTS, [0] * len(tokens))
+        hub.update_info(_COUNTS, [int(count) + old for count, old in zip(tokens, before)])
+        return [loss / count if count else None for loss, count in zip(losses, targets)]
 
     def _count_tokens(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         if not model.training or kwargs.get("mode") != "loss":
@@ -100,7 +105,7 @@ class ExposureHook(Hook):
                 "use_varlen_attn=True and dict(type=PackedLayoutHook)"
             )
         lengths = layout.cu_seqlens.diff()
-        # in int64 and searched on the device, which is not waited for
+        # searched on the device, which is not waited for
         self._bucket_of = torch.searchsorted(self._edges, lengths.long())
         self._counts[0].index_add_(0, self._bucket_of, lengths.double())
         self._targets = layout.targets(kwargs["data"]["labels"]) if self._measures else None
@@ -135,7 +140,7 @@ class ExposureHook(Hook):
         from matplotlib import pyplot as plt
 
         tokens = runner.message_hub.get_info(_COUNTS)
-        history = runner.message_hub.get_info(_HISTORY)
+        history = runner.message_hub.get_info(_HISTORY, {})
         figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
         shown = [b for b, count in enumerate(tokens) if count]
         names = self._names()
@@ -147,6 +152,7 @@ class ExposureHook(Hook):
             if points:
                 right.plot(*zip(*points), label=names[b], marker=".")
         right.set(xlabel="iteration", ylabel="loss of a target token", title="Loss")
-        right.legend()
+        if history:
+            right.legend()
         figure.savefig(path, dpi=120)
         plt.close(figure)
