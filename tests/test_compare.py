@@ -4,8 +4,9 @@ import json
 import re
 from contextlib import redirect_stdout
 from io import StringIO
-from itertools import chain, count
+from itertools import accumulate, chain, count, cycle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,7 +45,9 @@ def folder(tmp_path, monkeypatch):
     for length in torch.randint(2, 90, (60,), generator=draw).tolist():
         start = int(torch.randint(VOCAB, (), generator=draw))
         tokens = [(start + place) % VOCAB for place in range(length)]
-        rows.append(dict(input_ids=tokens, labels=[-100] * (length // 3) + tokens[length // 3 :]))
+        prompt = length // 3
+        labels = [tokens[0]] + [-100] * prompt + tokens[1 + prompt :]
+        rows.append(dict(input_ids=tokens, labels=labels))
     Path("demo/corpus").mkdir(parents=True)
     Path("demo/corpus/some.jsonl").write_text("\n".join(map(json.dumps, rows)))
     torch.manual_seed(0)
@@ -188,10 +191,18 @@ def test_held_out_loss_is_that_of_each_document_alone():
     assert model.training
 
 
+@pytest.mark.parametrize(("row_length", "places"), [(None, 2 * 5 + 9 + 2 * 2), (10, 50)])
+def test_padding_is_counted_to_the_longest_row_or_to_the_end_of_a_pack(row_length, places):
+    dataset = SimpleNamespace(length=[5, 4, 9, 2, 1])
+    loader = SimpleNamespace(dataset=dataset, batch_sampler=[[0, 1], [2], [3, 4]])
+    assert compare_run.padding_of(loader, row_length) == pytest.approx(1 - 21 / places)
+
+
 def test_compare_trains_every_scheme(monkeypatch, capsys):
-    ticks = count()
+    # the first steps take a minute each, the others a second
+    clock = accumulate(cycle([60] * 2 * 4 + [1] * 2 * 4))
     monkeypatch.setattr(compare, "run_fresh", in_this_process)
-    monkeypatch.setattr(compare_run, "_now", lambda: next(ticks))
+    monkeypatch.setattr(compare_run, "_now", lambda: next(clock))
     # MMEngine waits between epochs for worker processes, of which there are none
     monkeypatch.setattr(loops.time, "sleep", lambda seconds: None)
     config = write_config(max_length=128, lr=2e-2)
@@ -208,7 +219,7 @@ def test_compare_trains_every_scheme(monkeypatch, capsys):
         weighted = sum(loss * n for loss, n in zip(run["losses"][4:], second)) / sum(second)
         assert run["loss"] == pytest.approx(weighted)
         assert run["loss"] < run["losses"][0]
-        # the tokens of the second half, in a tick of the clock a step
+        # the tokens of the second half, a second for every step
         assert sum(second) * 1.3 < 4 * run["tokens_per_second"] < sum(second) * 2
         assert run["peak_bytes"] > 2**20
     assert max(after) < min(before)

@@ -113,6 +113,10 @@ def test_a_good_guess_spares_tries():
     near = []
     find_limit(lambda size: near.append(size) or size <= 2100, start=2048, step=128, most=4096)
     assert len(near) < 10 < far
+    # and from above as well
+    below = []
+    find_limit(lambda size: below.append(size) or size <= 1900, start=2048, step=128, most=4096)
+    assert below[:3] == [2048, 1920, 1664]
 
 
 def test_examples_and_refusals_of_the_search():
@@ -230,8 +234,9 @@ class Watch(Hook):
         seen.append(data_batch["data"])
 
     def after_train(self, runner):
-        steps = {int(state["step"]) for state in runner.optim_wrapper.optimizer.state.values()}
-        seen.append(steps)
+        wrapper = runner.optim_wrapper
+        seen.append({int(state["step"]) for state in wrapper.optimizer.state.values()})
+        seen.append(wrapper._accumulative_counts)
 
 
 TOKEN_STEPS = """
@@ -247,26 +252,30 @@ PADDED = "custom_hooks = custom_hooks[1:]"
 
 
 @pytest.mark.parametrize(
-    ("settings", "appended", "num_batches"),
+    ("template", "settings", "appended", "micro_steps"),
     [
-        (dict(), "", 2),
-        (dict(accumulative_counts=8), "", 4),
-        # its hooks see the first micro-batch of a step
-        (dict(), TOKEN_STEPS, 2),
-        (dict(use_varlen_attn=False), PADDED, 2),
+        (BUCKET, dict(), "", 1),
+        (PACKED, dict(), "", 1),
+        (BUCKET, dict(accumulative_counts=8), "", 2),
+        (BUCKET, dict(), TOKEN_STEPS, 2),
+        (BUCKET, dict(use_varlen_attn=False), PADDED, 1),
     ],
 )
-def test_a_try_takes_two_optimizer_steps_on_the_shape(monkeypatch, settings, appended, num_batches):
+def test_a_try_takes_two_optimizer_steps_on_the_shape(
+    monkeypatch, template, settings, appended, micro_steps
+):
     seen.clear()
     monkeypatch.setattr(changed_training, "_BOUNDARY_HOOKS", ("PackedLayoutHook", "Watch"))
     watch = "custom_hooks = [*custom_hooks, dict(type='Watch')]"
-    config = write_config(BUCKET, f"{appended}\n{watch}", **settings)
+    config = write_config(template, f"{appended}\n{watch}", **settings)
     result = probe_try.try_shape(config, documents=3, length=20)
     assert result["fits"]
     assert result["peak_bytes"] > 0
-    *batches, steps = seen
-    assert len(batches) == num_batches
+    *batches, steps, accumulated = seen
     assert steps == {2}
+    assert accumulated == micro_steps
+    # a loop over optimizer steps shows the first micro-batch of each
+    assert len(batches) == (2 if appended == TOKEN_STEPS else 2 * micro_steps)
     for data in batches:
         shape = (3, 20) if "use_varlen_attn" in settings else (1, 60)
         assert data["input_ids"].shape == shape
@@ -310,6 +319,8 @@ def test_a_config_that_cannot_train_is_no_want_of_memory():
     config = write_config(BUCKET, "custom_hooks = []")
     with pytest.raises(SystemExit, match=r"custom_hooks must hold PackedLayoutHook .*, got \[\]"):
         probe_try.try_shape(config, 1, 20)
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        probe_try.try_shape(write_config(BUCKET, lr=-1), 1, 20)
 
 
 @pytest.mark.parametrize(
