@@ -38,8 +38,17 @@ def adapt_out_proj(tuners_utils: ModuleType) -> None:
         # late: at the import of PEFT, XTuner may not be there yet
         from xtuner_mamba.model.lora import calls_out_proj
 
-        if target_name != "out_proj" or not (_is_merging() or calls_out_proj(model)):
+        if target_name == "out_proj" and (_is_merging() or calls_out_proj(model)):
+            return
+        try:
             refuse(peft_config, model, target_name)
+        except ValueError as error:
+            if target_name != "out_proj":
+                raise
+            raise ValueError(
+                f"{error} Or keep it, and call xtuner_mamba.model.dispatch_packed(model) before, "
+                "whose mixers call out_proj; or merge the adapter with `xtuner convert merge`."
+            ) from None
 
     tuners_utils._check_lora_target_modules_mamba = check
 
