@@ -29,14 +29,15 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPE, TOLERANCE = (torch.float32, 1e-5) if GPU else (torch.float64, 1e-12)
 VOCAB = 30
 # pieces of each chunk of two rows, and whether the first goes on with a document. The rows'
-# documents have 14, 1 and 7 tokens, and 2, 13 and 7; one piece is shorter than the filter
+# documents have 14, 1, 3 and 4 tokens, and 2, 13 and 7; one piece is shorter than the filter, and
+# one document ends with its chunk
 CHUNKS = [
     ([[6], [2, 4]], [False, False]),
     ([[6], [6]], [True, True]),
     ([[2, 1, 3], [2]], [True, True]),
-    ([[4], [1, 7]], [True, True]),
+    ([[4], [1, 7]], [False, True]),
 ]
-DOCUMENTS = [[14, 1, 7], [2, 13, 7]]
+DOCUMENTS = [[14, 1, 3, 4], [2, 13, 7]]
 SIZES = dict(vocab_size=VOCAB, hidden_size=16, use_cache=False, pad_token_id=None)
 ZAMBA = dict(
     mamba_d_state=5,
@@ -222,7 +223,7 @@ def test_logits_and_losses_are_those_of_the_whole_documents():
     without = in_rows(
         [replace(layout, carried=None).targets(part) for part, layout, _ in chunks_of(rows)]
     )
-    assert sum((row == IGNORE_INDEX).sum() for row in without) == 6 + 6
+    assert sum((row == IGNORE_INDEX).sum() for row in without) == 7 + 5
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "reentrant", "recompute"])
