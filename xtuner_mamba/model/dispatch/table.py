@@ -41,19 +41,25 @@ _ROTARY_FAMILIES = (
     "Qwen2",
     "Starcoder2",
 )
-DISPATCH_TABLE |= {
+_OLDER_KINDS = ("Attention", "SdpaAttention", "FlashAttention2")
+_ATTENTION_TABLE = {
     f"{family}Attention": f"{_ATTENTION}:attention_forward"
     for family in (*_ROTARY_FAMILIES, "Zamba")
 }
-DISPATCH_TABLE |= {
+_ATTENTION_TABLE |= {
     f"{family}{kind}": f"{_ATTENTION}:older_attention_forward"
     for family in ("Jamba", "Qwen2Moe")
-    for kind in ("Attention", "SdpaAttention", "FlashAttention2")
+    for kind in _OLDER_KINDS
 }
+_ATTENTION_TABLE |= {
+    f"InternLM2{kind}": "xtuner_mamba.model.dispatch.internlm2:internlm2_attention_forward"
+    for kind in _OLDER_KINDS
+}
+DISPATCH_TABLE |= _ATTENTION_TABLE
 
 DECODER_TABLE = {
     f"{family}Model": f"{_ATTENTION}:decoder_forward"
-    for family in (*_ROTARY_FAMILIES, "Jamba", "Qwen2Moe", "Zamba")
+    for family in (*_ROTARY_FAMILIES, "InternLM2", "Jamba", "Qwen2Moe", "Zamba")
 }
 """Class name to ``module:function``: models that give their attention layers positions and mask."""
 
@@ -191,14 +197,14 @@ def _check_attention(model: nn.Module) -> None:
     }
     for module in model.modules():
         name = type(module).__name__
-        if not DISPATCH_TABLE.get(name, "").startswith(_ATTENTION):
+        if name not in _ATTENTION_TABLE:
             continue
         if module not in inside:
             raise RuntimeError(
                 f"every {name} must be inside one of {sorted(DECODER_TABLE)}, which tell it where "
                 f"in its document a token stands, got one outside in {type(model).__name__}"
             )
-        import_module(_ATTENTION).check_attention(module)
+        import_module(_ATTENTION_TABLE[name].partition(":")[0]).check_attention(module)
 
 
 def _forward_for(module: nn.Module, options: dict[str, object]) -> partial | None:
