@@ -81,9 +81,11 @@ def prove(build: Callable[[], PreTrainedModel]) -> Proof:
     )
 
 
-def make(build: Callable[[], PreTrainedModel], dtype: torch.dtype) -> PreTrainedModel:
+def make(
+    build: Callable[[], PreTrainedModel], dtype: torch.dtype, seed: int = 0
+) -> PreTrainedModel:
     """Build a model whose every parameter matters."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = build().eval()
     with torch.no_grad():
         for parameter in model.parameters():

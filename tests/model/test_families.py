@@ -1,6 +1,7 @@
 """Every family on packs against the same model on each document alone: one table for all."""
 
 import copy
+import re
 from functools import partial
 
 import pytest
@@ -17,8 +18,12 @@ from family_proof import (
     run_packed,
 )
 from mixer_families import FAMILIES as MIXER_FAMILIES
-from mixer_families import make_bamba, make_mamba2
+from mixer_families import VOCAB, make_bamba, make_mamba2
 from mixer_oracles import mamba2_token_by_token
+from transformers.models.bamba import modeling_bamba
+from transformers.models.falcon_mamba import modeling_falcon_mamba
+from transformers.models.mamba import modeling_mamba
+from transformers.models.mamba2 import modeling_mamba2
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.model import dispatch_packed
@@ -27,6 +32,7 @@ from xtuner_mamba.model.loss import packed_loss
 from xtuner_mamba.testing import relative_rms
 
 FAMILIES = MIXER_FAMILIES | ATTENTION_FAMILIES
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYOUT = PackedLayout.from_lengths(LENGTHS)
 
 
@@ -64,6 +70,38 @@ def test_groups_of_heads(build):
     for name, gradient in gradients.items():
         assert relative_rms(actual[name], gradient) < 1e-12, name
     assert relative_rms(theirs, expected) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MIXER_FAMILIES)
+def test_errs_like_eager_documents_alone(monkeypatch, name, dtype):
+    """Each error is a mean over draws and layers: which of two right results errs more is luck."""
+    for module in (modeling_bamba, modeling_falcon_mamba, modeling_mamba, modeling_mamba2):
+        # the kernels that a GPU may have are not eager PyTorch
+        monkeypatch.setattr(module, "is_fast_path_available", False)
+    tokens, layout = draw_tokens(VOCAB).to(DEVICE), LAYOUT.to(DEVICE)
+    errors = {}
+    for seed in range(3):
+        eager = make(MIXER_FAMILIES[name], dtype, seed).to(DEVICE)
+        packed, _ = dispatched(eager)
+        # the values of the low-precision model, in float64
+        oracle = copy.deepcopy(eager).double()
+        with InFloat64():
+            exact = flat(run_alone(oracle, tokens))
+        alone, actual = flat(run_alone(eager, tokens)), flat(run_packed(packed, tokens, layout))
+        for parameter, value in exact.items():
+            pair = relative_rms(actual[parameter], value), relative_rms(alone[parameter], value)
+            errors.setdefault(re.sub(r"layers\.\d", "layers", parameter), []).append(pair)
+    for parameter, pairs in errors.items():
+        ours, theirs = (sum(error) / len(pairs) for error in zip(*pairs))
+        # one correct rounding errs by eps / 4
+        allowed = 3 * max(theirs, torch.finfo(dtype).eps / 4)
+        assert ours <= allowed, f"{parameter}: {ours:.2e}, eager {theirs:.2e}"
+
+
+def flat(results):
+    logits, gradients = results
+    return {"logits": logits} | gradients
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
