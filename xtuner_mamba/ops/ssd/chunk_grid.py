@@ -52,7 +52,7 @@ class ChunkGrid:
     def scatter(self, tokens: Tensor) -> Tensor:
         """Lay tokens into chunks, ``(total, ...)`` to ``(chunks, chunk_size, ...)``; gaps are 0."""
         chunks = tokens.new_zeros(len(self.owners) * self.chunk_size, *tokens.shape[1:])
-        chunks = chunks.index_copy(0, self.slots, tokens)
+        chunks.index_copy_(0, self.slots, tokens)
         return chunks.unflatten(0, (len(self.owners), self.chunk_size))
 
     def gather(self, chunks: Tensor) -> Tensor:
