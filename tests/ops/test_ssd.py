@@ -341,11 +341,15 @@ def test_why_the_kernels_are_not_used_is_said_once(monkeypatch, caplog):
     class OnGpu:
         is_cuda = True
 
-    assert [api._choose_impl(OnGpu(), with_states=False) for _ in range(2)] == ["reference"] * 2
-    assert [r.message for r in caplog.records] == [
-        "ssd runs in plain PyTorch, not on mamba_ssm's faster kernels: because, got 1"
+    asked = [api._choose_impl(OnGpu(), with_states=states) for states in (False, False, True)]
+    assert asked == ["reference"] * 3
+    start = "ssd runs in plain PyTorch, not on mamba_ssm's faster kernels: "
+    assert [record.message.removeprefix(start) for record in caplog.records] == [
+        "because, got 1",
+        "states must not be asked for",
     ]
-    assert api._choose_impl(OnGpu(), with_states=True) == "reference"
+    monkeypatch.setattr(mamba_ssm, "why_not_mamba_ssm", lambda x: None)
+    assert api._choose_impl(OnGpu(), with_states=False) == "mamba_ssm"
 
 
 SIZES = dict(nheads=4, headdim=64, ngroups=2, dstate=64)

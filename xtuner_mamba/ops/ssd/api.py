@@ -132,11 +132,11 @@ def ssd(
 
 
 def _choose_impl(x: Tensor, with_states: bool) -> Impl:
-    if not x.is_cuda or with_states:
+    if not x.is_cuda:
         return "reference"
     from xtuner_mamba.ops.ssd.mamba_ssm import why_not_mamba_ssm
 
-    reason = why_not_mamba_ssm(x)
+    reason = "states must not be asked for" if with_states else why_not_mamba_ssm(x)
     if reason is None:
         return "mamba_ssm"
     _warn_once(reason)
