@@ -21,6 +21,8 @@ from xtuner_mamba.model.dispatch.mamba import layout_of
 from xtuner_mamba.ops import attention
 
 _IMPLEMENTATION = "xtuner_mamba"
+# the last one is InternLM's
+_MASKS = ("_update_causal_mask", "_update_mamba_mask", "_prepare_decoder_attention_mask")
 
 
 def packed_attention(
@@ -230,7 +232,7 @@ def _without_masks(decoder: nn.Module) -> Iterator[None]:
     That of attention is a square of the row, 2 GB for 32,768 tokens in bfloat16; for that of
     hybrids' mixers a GPU is waited for.
     """
-    names = [n for n in ("_update_causal_mask", "_update_mamba_mask") if hasattr(decoder, n)]
+    names = [name for name in _MASKS if hasattr(decoder, name)]
     for name in names:
         setattr(decoder, name, _no_mask)
     try:

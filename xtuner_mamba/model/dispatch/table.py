@@ -52,14 +52,15 @@ _ATTENTION_TABLE |= {
     for kind in _OLDER_KINDS
 }
 _ATTENTION_TABLE |= {
-    f"InternLM2{kind}": "xtuner_mamba.model.dispatch.internlm2:internlm2_attention_forward"
+    f"{family}{kind}": f"xtuner_mamba.model.dispatch.internlm:{family.lower()}_attention_forward"
+    for family in ("InternLM", "InternLM2")
     for kind in _OLDER_KINDS
 }
 DISPATCH_TABLE |= _ATTENTION_TABLE
 
 DECODER_TABLE = {
     f"{family}Model": f"{_ATTENTION}:decoder_forward"
-    for family in (*_ROTARY_FAMILIES, "InternLM2", "Jamba", "Qwen2Moe", "Zamba")
+    for family in (*_ROTARY_FAMILIES, "InternLM", "InternLM2", "Jamba", "Qwen2Moe", "Zamba")
 }
 """Class name to ``module:function``: models that give their attention layers positions and mask."""
 

@@ -1,4 +1,4 @@
-"""InternLM2's attention on packs, by a stand-in: its code comes from the Hub, with the weights."""
+"""Attention of InternLM and InternLM2 on packs, by stand-ins: their code comes from the Hub."""
 
 from types import SimpleNamespace
 
@@ -17,22 +17,53 @@ DIM, HEADS, KEY_HEADS = 16, 4, 2
 HEADDIM = DIM // HEADS
 
 
+def angles(positions):
+    frequencies = 10.0 ** -torch.arange(HEADDIM // 2).double()
+    half = positions[..., None] * frequencies
+    whole = torch.cat([half, half], dim=-1)
+    return whole.cos(), whole.sin()
+
+
+class TableRotary(nn.Module):
+    max_position_embeddings = 8
+
+    def forward(self, x, seq_len=None):
+        return angles(torch.arange(seq_len))
+
+
 class Rotary(nn.Module):
     max_position_embeddings = 8
 
     def forward(self, x, position_ids):
-        frequencies = 10.0 ** -torch.arange(HEADDIM // 2).double()
-        angles = (position_ids[..., None] * frequencies).repeat(1, 1, 2)
-        return angles.cos(), angles.sin()
+        return angles(position_ids)
+
+
+class DynamicTableRotary(TableRotary):
+    pass
 
 
 class DynamicRotary(Rotary):
     pass
 
 
-class OldRotary(nn.Module):
-    def forward(self, x, seq_len):
-        raise NotImplementedError
+class InternLMAttention(nn.Module):
+    head_dim = HEADDIM
+
+    def __init__(self, rotary):
+        super().__init__()
+        self.config = SimpleNamespace()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(DIM, DIM) for _ in range(4))
+        self.rotary_emb = rotary
+
+    def forward(self, x, attention_mask=None, position_ids=None, past_key_value=None, **kwargs):
+        q, k, v = (
+            torch.stack(projection(x).split(HEADDIM, dim=-1), dim=1)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        table = self.rotary_emb(v, seq_len=x.shape[1])
+        q, k = apply_rotary_pos_emb(q, k, *(part[position_ids] for part in table))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask)
+        return self.o_proj(y.transpose(1, 2).flatten(2)), None, past_key_value
 
 
 class InternLM2Attention(nn.Module):
@@ -57,13 +88,15 @@ class InternLM2Attention(nn.Module):
         return self.wo(y.transpose(1, 2).flatten(2)), None, past_key_value
 
 
-class InternLM2Model(nn.Module):
+class InternLMModel(nn.Module):
+    attention = InternLMAttention
+
     def __init__(self, rotary):
         super().__init__()
         self.config = SimpleNamespace(use_cache=False)
-        self.layers = nn.ModuleList(InternLM2Attention(rotary) for _ in range(2))
+        self.layers = nn.ModuleList(self.attention(rotary) for _ in range(2))
 
-    def _update_causal_mask(self, x):
+    def _prepare_decoder_attention_mask(self, x):
         return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
 
     def forward(
@@ -79,15 +112,29 @@ class InternLM2Model(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(x.shape[1])[None]
         arguments = dict(position_ids=position_ids, past_key_value=past_key_values)
-        mask = self._update_causal_mask(x)
+        mask = self._prepare_decoder_attention_mask(x)
         for layer in self.layers:
-            x = x + layer(x, attention_mask=mask, **arguments)[0]
+            x = x + layer(x, attention_mask=mask, use_cache=use_cache, **arguments)[0]
         return x
 
 
-def build(rotary=Rotary):
+class InternLM2Model(InternLMModel):
+    attention = InternLM2Attention
+
+    def _update_causal_mask(self, x):
+        return super()._prepare_decoder_attention_mask(x)
+
+    def _prepare_decoder_attention_mask(self, x):
+        return self._update_causal_mask(x)
+
+
+FAMILIES = [(InternLMModel, TableRotary), (InternLM2Model, Rotary)]
+both = pytest.mark.parametrize(("family", "rotary"), FAMILIES)
+
+
+def build(family, rotary):
     torch.manual_seed(0)
-    return InternLM2Model(rotary()).double()
+    return family(rotary()).double()
 
 
 def make_inputs(lengths=LENGTHS):
@@ -100,19 +147,23 @@ def run_packed(model, x, lengths=LENGTHS):
         return model(inputs_embeds=x)
 
 
-def test_packed_equals_each_document_alone():
-    packed, alone, x = build(), build(), make_inputs()
-    assert dispatch_packed(packed).counts == {"InternLM2Attention": 2}
+@both
+def test_packed_equals_each_document_alone(family, rotary):
+    packed, alone, x = build(family, rotary), build(family, rotary), make_inputs()
+    assert dispatch_packed(packed).counts == {family.attention.__name__: 2}
     exact = torch.cat([alone(inputs_embeds=part) for part in x.split(LENGTHS, dim=1)], dim=1)
     assert relative_rms(run_packed(packed, x), exact) < 1e-12
     assert relative_rms(alone(inputs_embeds=x), exact) > 1e-2
 
 
-def test_a_cache_is_left_to_the_code_of_the_hub():
-    packed, alone, x = build().eval(), build().eval(), make_inputs()
+@both
+def test_a_cache_is_left_to_the_code_of_the_hub(family, rotary):
+    packed, alone, x = build(family, rotary).eval(), build(family, rotary).eval(), make_inputs()
     dispatch_packed(packed)
-    cached = dict(inputs_embeds=x, past_key_values="cache")
-    assert torch.equal(packed(**cached), alone(**cached))
+    # a prompt, which has none yet, and what follows
+    for cached in ({"use_cache": True}, {"past_key_values": "cache"}):
+        theirs = alone(inputs_embeds=x, **cached)
+        assert torch.equal(packed(inputs_embeds=x, **cached), theirs)
     with (
         PackedLayout.from_lengths(LENGTHS).published(),
         pytest.raises(RuntimeError, match="use_cache must be False"),
@@ -120,21 +171,26 @@ def test_a_cache_is_left_to_the_code_of_the_hub():
         packed.layers[0](x, past_key_value="cache")
 
 
-def test_documents_that_dynamic_rope_would_scale_are_refused():
-    model = build(DynamicRotary)
+@pytest.mark.parametrize(
+    ("family", "rotary"), [(InternLMModel, DynamicTableRotary), (InternLM2Model, DynamicRotary)]
+)
+def test_documents_that_dynamic_rope_would_scale_are_refused(family, rotary):
+    model = build(family, rotary)
     dispatch_packed(model)
     run_packed(model, make_inputs())
     with pytest.raises(RuntimeError, match=r"at most 8 tokens with the dynamic rope .* got 9; low"):
         run_packed(model, make_inputs([9]), [9])
 
 
-def test_old_code_is_refused():
+def test_code_of_another_time_is_refused():
     with pytest.raises(RuntimeError, match=r"must take position_ids, got \['x', 'seq_len'\]; take"):
-        dispatch_packed(build(OldRotary))
+        dispatch_packed(build(InternLM2Model, TableRotary))
+    with pytest.raises(RuntimeError, match=r"must take seq_len, got \['x', 'position_ids'\]; take"):
+        dispatch_packed(build(InternLMModel, Rotary))
 
 
 def test_split_projections_are_refused():
-    model = build()
+    model = build(*FAMILIES[1])
     model.layers[1].config.pretraining_tp = 2
     with pytest.raises(
         RuntimeError, match=r"pretraining_tp of InternLM2Attention must be 1, got 2"
