@@ -73,7 +73,7 @@ def check_attention(layer: nn.Module) -> None:
     """Check that a layer's code is what these forwards stand for.
 
     Raises:
-        RuntimeError: InternLM2's is older than 2024, or split for tensor parallelism.
+        RuntimeError: It is of another time, or split for tensor parallelism.
     """
     name = type(layer).__name__
     wanted = "position_ids" if name.startswith("InternLM2") else "seq_len"
