@@ -161,9 +161,7 @@ def test_all_schemes_train_on_the_same_documents():
 
 
 def make_plan(cfg, steps=3):
-    settings = read_settings(cfg)
-    settings = Settings(64, 128, 32, None, 1)
-    documents = choose_documents(cfg, settings, steps)
+    documents = choose_documents(cfg, Settings(64, 128, 32, None, 1), steps)
     documents.train.save_to_disk("train")
     documents.held_out.save_to_disk("held_out")
     return dict(

@@ -41,15 +41,15 @@ class Run:
     """Mean over the target tokens of each optimizer step."""
     targets: list[int]
     """Target tokens of each optimizer step."""
-    held_out: tuple[float, float]
+    held_out: list[float]
     """Mean loss over the target tokens of other documents, before and after."""
 
     @property
     def loss(self) -> float:
         """Mean over the target tokens of the second half of the training."""
         half = slice(len(self.losses) // 2, None)
-        losses, targets = self.losses[half], self.targets[half]
-        return sum(map(float.__mul__, losses, map(float, targets))) / sum(targets)
+        total = sum(loss * n for loss, n in zip(self.losses[half], self.targets[half]))
+        return total / sum(self.targets[half])
 
 
 def main(argv: list[str] | None = None) -> int:
