@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
@@ -161,6 +162,9 @@ def test_imported_model_computes_the_formulas_of_the_paper(write, tmp_path, kind
     done = convert(write(kind, tie_embeddings=tied), tmp_path / "hf")
     assert (done.source_format, done.target_format) == ("mamba_ssm", "transformers")
     assert (done.layers, done.vocab_size, done.dtypes) == (2, PADDED_VOCAB, ["float16", "float32"])
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    assert "backbone.embeddings.weight" in stored
+    assert ("lm_head.weight" in stored) != tied
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", torch_dtype=torch.float32).eval()
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
     input_ids = [3, 1, 20, 0, 7, 7, 2, 11, 5, 20, 13]
@@ -231,6 +235,12 @@ def test_model_that_transformers_does_not_have_is_refused(write, tmp_path, kind,
     with pytest.raises(ValueError, match=message):
         convert(source, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_head_that_only_the_config_takes_for_tied_is_not_lost(write, tmp_path):
+    source = write("mamba", make_weights("mamba", tied=False))
+    with pytest.raises(ValueError, match=r"lm_head.weight must be the embeddings' .*, got another"):
+        convert(source, tmp_path / "hf")
 
 
 @pytest.mark.parametrize(

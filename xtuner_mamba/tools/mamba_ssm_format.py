@@ -6,6 +6,7 @@ Weights have the same shapes and layout in both, and but for one the same names.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Mamba2Config, MambaConfig, PretrainedConfig
 
@@ -140,10 +141,19 @@ def config_to_mamba_ssm(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def weights_from_mamba_ssm(weights: Mapping[str, Tensor], tied: bool) -> dict[str, Tensor]:
-    """Name mamba_ssm's weights as transformers does; of tied ones only the embeddings are kept."""
+    """Name mamba_ssm's weights as transformers does; of tied ones only the embeddings are kept.
+
+    Raises:
+        ValueError: Head and embeddings are to be the same, and are not.
+    """
     renamed = {_RENAMED.get(name, name): weight for name, weight in weights.items()}
-    if tied:
-        renamed.pop(_HEAD, None)
+    if tied and _HEAD in renamed:
+        head = renamed.pop(_HEAD)
+        if not torch.equal(head, renamed[_EMBEDDINGS]):
+            raise ValueError(
+                f"{_HEAD} must be the embeddings' weight where they are tied, got another; set "
+                "tie_embeddings to false in config.json"
+            )
     return renamed
 
 
