@@ -269,4 +269,4 @@ def test_what_cannot_be_compared(capsys):
     assert cli.main(["compare", write_config(), "--steps", "1"]) == 1
     assert "--steps must be at least 2, got 1" in capsys.readouterr().err
     assert cli.main(["compare", write_config(use_varlen_attn=False)]) == 1
-    assert "use_varlen_attn must be True to compare packs" in capsys.readouterr().err
+    assert "with anything, got 2048 and False; set both" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from mmengine.config import Config
 
 from xtuner_mamba.dataset import BucketBatchSampler
 from xtuner_mamba.dataset.batch_sizes import choose_batch_sizes
+from xtuner_mamba.dataset.buckets import check_bucket_arguments
 from xtuner_mamba.integration.templates import templates
 
 BOUNDARIES = np.array([4, 16])
@@ -40,7 +41,7 @@ def test_sizes_that_cannot_be_met(measured):
     with pytest.raises(ValueError, match=r"got \[3, 0\]"):
         choose_batch_sizes(BOUNDARIES, 16, [3, 0])
     with pytest.raises(ValueError, match="a file on this machine, got 'nowhere"):
-        choose_batch_sizes(BOUNDARIES, 16, "nowhere.yaml")
+        check_bucket_arguments(dict(boundaries=[4, 16], batch_sizes="nowhere.yaml"))
     with pytest.raises(ValueError, match=rf"none for \[32\] in {measured}, which has \[4, 8, 16\]"):
         choose_batch_sizes(np.array([4, 32]), 16, measured)
 

@@ -40,7 +40,7 @@ def _read(path: str, boundaries: np.ndarray) -> list[int]:
     if not Path(path).is_file():
         raise ValueError(
             f"batch_sizes must be numbers, or a file on this machine, got {path!r}; "
-            "`xtuner-mamba probe-batch CONFIG` writes one"
+            "`xtuner-mamba probe-batch CONFIG` writes one, with batch_sizes=None in the config"
         )
     measured = yaml.safe_load(Path(path).read_text())["batch_sizes"]
     missing = [boundary for boundary in boundaries.tolist() if boundary not in measured]

@@ -212,9 +212,10 @@ def check_bucket_arguments(arguments: Mapping[str, Any]) -> None:
         ValueError: One is unknown, or cannot be met.
     """
     values = bind_arguments(BucketBatchSampler, arguments)
-    check_boundaries(values["boundaries"])
+    boundaries = check_boundaries(values["boundaries"])
     check_inputs(**{name: values[name] for name in ("tokens_per_batch", "seed", "batch_size")})
     _check_options(**{name: values[name] for name in ("shuffle", "sampling", "drop_last")})
+    choose_batch_sizes(boundaries, values["tokens_per_batch"], values["batch_sizes"])
 
 
 def _check_options(*, shuffle: bool, sampling: str, drop_last: bool) -> None:

@@ -47,16 +47,16 @@ def read_settings(cfg: Config, chunk_length: int | None = None) -> Settings:
         chunk_length: ``None`` takes the config's, if it has chunks, or a quarter of a micro-batch.
 
     Raises:
-        ValueError: The config trains on padded rows.
+        ValueError: The config could not train on packs.
     """
-    if not cfg.get("use_varlen_attn", False):
-        raise ValueError(
-            "use_varlen_attn must be True to compare packs with anything, got False; set it in the "
-            "config"
-        )
     loader = cfg.train_dataloader
     dataset, sampler = loader.dataset, loader.get("batch_sampler") or {}
-    max_length = dataset.max_length
+    max_length, packs = dataset.get("max_length"), cfg.get("use_varlen_attn", False)
+    if max_length is None or not packs:
+        raise ValueError(
+            "a config must have a max_length and use_varlen_attn=True to compare packs with "
+            f"anything, got {max_length} and {packs}; set both"
+        )
     tokens_per_batch = sampler.get("tokens_per_batch", max_length)
     if type_name(dataset) == "process_packed_dataset" and sampler:
         # rows are chunks, and documents as long as a batch
