@@ -14,7 +14,6 @@ from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid, chunk_size_for
 from xtuner_mamba.testing import (
     assert_errs_like_eager,
     documents,
-    eighths,
     in_float64,
     outputs_and_grads,
     relative_rms,
@@ -212,13 +211,29 @@ def test_final_states_carry_on(cut):
 
 
 def test_a_grid_starts_a_chunk_with_every_document():
-    grid = ChunkGrid.from_cu_seqlens(PackedLayout.from_lengths([3, 1]).cu_seqlens, 2)
-    assert grid.slots.tolist() == [0, 1, 2, 4]
-    assert grid.owners == (0, 0, 1)
-    assert grid.seq_idx.tolist() == [0, 0, 0, 0, 1, 1]
-    chunks = grid.scatter(torch.arange(1, 5))
-    assert chunks.tolist() == [[1, 2], [3, 0], [4, 0]]
-    assert grid.gather(chunks).tolist() == [1, 2, 3, 4]
+    cu_seqlens = PackedLayout.from_lengths([3, 1, 5]).cu_seqlens
+    grid = ChunkGrid.from_cu_seqlens(cu_seqlens, 2)
+    assert grid.slots.tolist() == [0, 1, 2, 4, 6, 7, 8, 9, 10]
+    assert grid.doc_order.tolist() == [2, 0, 1]
+    assert grid.chunk_order.tolist() == [3, 0, 2, 4, 1, 5]
+    assert grid.turns == (3, 2, 1)
+    chunks = grid.scatter(torch.arange(1, 10))
+    assert chunks.tolist() == [[1, 2], [3, 0], [4, 0], [5, 6], [7, 8], [9, 0]]
+    assert grid.gather(chunks).tolist() == list(range(1, 10))
+    # made once for all layers, and for every size of the chunks
+    assert ChunkGrid.from_cu_seqlens(cu_seqlens, 2) is grid
+    assert ChunkGrid.from_cu_seqlens(cu_seqlens, 4).turns == (3, 1)
+
+
+def test_states_pass_from_chunk_to_chunk_of_a_document():
+    grid = ChunkGrid.from_cu_seqlens(PackedLayout.from_lengths([3, 1, 5]).cu_seqlens, 2)
+    added = torch.tensor([1.0, 2, 3, 4, 5, 6])
+    before, after = grid.pass_states(torch.full((6,), 0.5), added, torch.tensor([8.0, 0, 4]))
+    assert before.tolist() == [8, 5, 0, 4, 6, 8]
+    assert after.tolist() == [4.5, 3, 10]
+    before, after = grid.pass_states(torch.full((6,), 0.5), added, None)
+    assert before.tolist() == [0, 1, 0, 0, 4, 7]
+    assert after.tolist() == [2.5, 3, 9.5]
 
 
 @pytest.mark.parametrize(
@@ -304,34 +319,22 @@ def test_the_kernels_are_refused_without_a_gpu():
         ssd(**make_inputs([3]), impl="mamba_ssm")
 
 
-def test_the_kernels_refuse_states(monkeypatch):
-    monkeypatch.setattr(mamba_ssm, "why_not_mamba_ssm", lambda x: None)
-    inputs = make_inputs([3, 4])
-    with pytest.raises(RuntimeError, match=r"got \(2, 4, 3, 5\) and False; take impl='reference'"):
-        ssd(**inputs, impl="mamba_ssm")
-    del inputs["initial_states"]
-    with pytest.raises(RuntimeError, match=r"got None and True; take impl='reference'"):
-        ssd(**inputs, return_final_states=True, impl="mamba_ssm")
+def test_the_kernels_get_a_chunk_a_row(monkeypatch):
+    """What stands in for them here knows nothing of documents."""
 
-
-def test_the_kernels_get_documents_that_start_a_chunk(monkeypatch):
-    """What stands in for them here knows nothing of documents but ``seq_idx``."""
-
-    def by_seq_idx(x, dt, A, B, C, chunk_size, *, D, z, seq_idx):
-        assert not x.shape[1] % chunk_size
-        assert seq_idx.dtype == torch.int32
-        lengths = torch.unique_consecutive(seq_idx, return_counts=True)[1].tolist()
-        assert all(length % chunk_size == 0 for length in lengths)
-        cu_seqlens = PackedLayout.from_lengths(lengths).cu_seqlens
-        return ssd(x, dt, A, B, C, D=D, z=z, cu_seqlens=cu_seqlens, impl="reference")
+    def without_documents(x, dt, A, B, C, chunk_size, *, D, z, initial_states):
+        assert x.shape[1] == chunk_size
+        return ssd(x, dt, A, B, C, D=D, z=z, initial_states=initial_states, impl="reference")
 
     monkeypatch.setattr(mamba_ssm, "why_not_mamba_ssm", lambda x: None)
-    monkeypatch.setattr(mamba_ssm, "_kernels", lambda: by_seq_idx)
+    monkeypatch.setattr(mamba_ssm, "_kernels", lambda: without_documents)
     inputs = make_inputs([33, 1, 70])
-    del inputs["initial_states"]
     options = dict(dt_softplus=True, dt_limit=(0.01, 0.5))
-    expected = ssd(**inputs, **options)
-    assert relative_rms(ssd(**inputs, **options, impl="mamba_ssm"), expected) < 1e-12
+    exact = outputs_and_grads(ssd, inputs, **options, impl="reference")
+    assert_exact(outputs_and_grads(ssd, inputs, **options, impl="mamba_ssm"), exact)
+    del inputs["initial_states"]
+    exact = outputs_and_grads(ssd, inputs, **options, impl="reference")
+    assert_exact(outputs_and_grads(ssd, inputs, **options, impl="mamba_ssm"), exact)
 
 
 def test_why_the_kernels_are_not_used_is_said_once(monkeypatch, caplog):
@@ -341,68 +344,54 @@ def test_why_the_kernels_are_not_used_is_said_once(monkeypatch, caplog):
     class OnGpu:
         is_cuda = True
 
-    asked = [api._choose_impl(OnGpu(), with_states=states) for states in (False, False, True)]
-    assert asked == ["reference"] * 3
-    start = "ssd runs in plain PyTorch, not on mamba_ssm's faster kernels: "
-    assert [record.message.removeprefix(start) for record in caplog.records] == [
-        "because, got 1",
-        "states must not be asked for",
+    assert [api._choose_impl(OnGpu()) for _ in range(2)] == ["reference"] * 2
+    assert [record.message for record in caplog.records] == [
+        "ssd runs in plain PyTorch, not on mamba_ssm's faster kernels: because, got 1"
     ]
     monkeypatch.setattr(mamba_ssm, "why_not_mamba_ssm", lambda x: None)
-    assert api._choose_impl(OnGpu(), with_states=False) == "mamba_ssm"
+    assert api._choose_impl(OnGpu()) == "mamba_ssm"
 
 
 SIZES = dict(nheads=4, headdim=64, ngroups=2, dstate=64)
+GPU_LENGTHS = [200, 1, 64, 333, 31]
 
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_kernels_err_like_eager(dtype):
-    draws = [make_gpu_inputs([200, 1, 64, 333, 31], dtype, seed) for seed in range(3)]
-    exact = [without_states(in_float64(i), impl="reference") for i in draws]
-    eager = [without_states(i, impl="reference") for i in draws]
-    actual = [without_states(i, impl="mamba_ssm") for i in draws]
-    # mamba_ssm rounds what it multiplies, and its states between chunks, to 16 bits
-    assert_errs_like_eager(actual, on_cpu(eager), on_cpu(exact), factor=16)
+    draws = [make_inputs(GPU_LENGTHS, dtype=dtype, seed=seed, **SIZES) for seed in range(3)]
+    exact = [run(in_float64(inputs)) for inputs in draws]
+    eager = [run(inputs) for inputs in draws]
+    actual = [run_kernels(inputs) for inputs in draws]
+    # mamba_ssm rounds what it multiplies, and the states before chunks, to 16 bits
+    assert_errs_like_eager(actual, eager, exact, factor=16)
 
 
 @needs_gpu
 def test_kernels_give_the_same_bits_twice():
-    inputs = make_gpu_inputs([200, 1, 64, 333, 31], torch.bfloat16)
-    once, twice = (without_states(inputs, impl="mamba_ssm") for _ in range(2))
+    inputs = make_inputs(GPU_LENGTHS, dtype=torch.bfloat16, **SIZES)
+    once, twice = run_kernels(inputs), run_kernels(inputs)
     for name in once:
         assert torch.equal(once[name], twice[name]), name
 
 
 @needs_gpu
+@pytest.mark.parametrize("value", [torch.nan, 0.5])
 @pytest.mark.parametrize("i_seq", range(4))
-def test_kernels_leave_the_bits_of_other_documents_alone(i_seq):
-    """Of finite numbers: a NaN reaches the documents behind it."""
-    inputs = make_gpu_inputs([200, 1, 64, 333], torch.bfloat16)
-    before = without_states(inputs, impl="mamba_ssm")
-    replaced, others = with_document_replaced(inputs, i_seq, 0.5)
-    after = without_states(replaced, impl="mamba_ssm")
+def test_kernels_leave_the_bits_of_other_documents_alone(i_seq, value):
+    inputs = make_inputs(GPU_LENGTHS, dtype=torch.bfloat16, **SIZES)
+    before = run_kernels(inputs)
+    replaced, others = with_document_replaced(inputs, i_seq, value)
+    after = run_kernels(replaced)
     for name in ("y", "dx", "ddt", "dB", "dC", "dz"):
         assert torch.equal(after[name][:, others], before[name][:, others]), name
         assert not torch.equal(after[name], before[name]), name
+    states = torch.arange(len(GPU_LENGTHS)) != i_seq
+    for name in ("final_states", "dinitial_states"):
+        assert torch.equal(after[name][states], before[name][states]), name
 
 
-def make_gpu_inputs(lengths, dtype, seed=0):
-    inputs = make_inputs(lengths, dtype=dtype, device="cuda", seed=seed, **SIZES)
-    del inputs["initial_states"]
-    return inputs
-
-
-def without_states(inputs, impl):
-    leaves = {
-        name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in inputs.items()
-    }
-    y = ssd(**leaves, dt_softplus=True, impl=impl)
-    wanted = [name for name, t in leaves.items() if t.requires_grad]
-    dy = eighths(y.shape).to(y.device, y.dtype)
-    grads = torch.autograd.grad(y, [leaves[name] for name in wanted], dy)
-    return {"y": y.detach()} | {f"d{name}": grad for name, grad in zip(wanted, grads)}
-
-
-def on_cpu(runs):
-    return [{name: t.cpu() for name, t in run.items()} for run in runs]
+def run_kernels(inputs):
+    inputs = {name: t.cuda() for name, t in inputs.items()}
+    results = outputs_and_grads(ssd, inputs, dt_softplus=True, impl="mamba_ssm")
+    return {name: t.cpu() for name, t in results.items()}

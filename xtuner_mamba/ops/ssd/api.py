@@ -89,10 +89,9 @@ def ssd(
         return_final_states: Also return the state after each document's last token.
         chunk_size: Tokens of a document that are multiplied at once. Without influence on the
             result but for rounding; ``None`` leaves it to the implementation.
-        impl: ``"mamba_ssm"`` are that package's Triton kernels, for 16-bit inputs on a GPU,
-            without states in and out; ``"reference"`` runs anywhere in plain PyTorch. ``None``
-            takes the first where it can do it, and logs once why not on a GPU; a named one is
-            never switched.
+        impl: ``"mamba_ssm"`` are that package's Triton kernels, for 16-bit inputs on a GPU;
+            ``"reference"`` runs anywhere in plain PyTorch. ``None`` takes the first where it can
+            do it, and logs once why not on a GPU; a named one is never switched.
 
     Returns:
         ``(batch, seqlen, nheads, headdim)`` in the dtype of ``x``; with ``return_final_states`` a
@@ -110,7 +109,6 @@ def ssd(
         raise ValueError(f"dt_limit must be a range of positive step sizes, got {dt_limit}")
     if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
         raise ValueError(f"chunk_size must be a power of 2, got {chunk_size}")
-    with_states = initial_states is not None or return_final_states
     # the ops choose their own precision: autocast would round their float32 products
     with torch.autocast(x.device.type, enabled=False):
         dt = dt.flatten(0, 1).to(A.dtype)
@@ -122,7 +120,7 @@ def ssd(
         if dt_limit != (0.0, float("inf")):
             dt = dt.clamp(low, high)
         x_, B_, C_, z_ = (None if t is None else t.flatten(0, 1) for t in (x, B, C, z))
-        op = _resolve(impl or _choose_impl(x, with_states))
+        op = _resolve(impl or _choose_impl(x))
         y, final_states = op(
             x_, dt, A, B_, C_, D, z_, initial_states, cu_seqlens, chunk_size,
             return_final_states=return_final_states,
@@ -131,12 +129,12 @@ def ssd(
     return SsdWithStates(y, final_states) if return_final_states else y
 
 
-def _choose_impl(x: Tensor, with_states: bool) -> Impl:
+def _choose_impl(x: Tensor) -> Impl:
     if not x.is_cuda:
         return "reference"
     from xtuner_mamba.ops.ssd.mamba_ssm import why_not_mamba_ssm
 
-    reason = "states must not be asked for" if with_states else why_not_mamba_ssm(x)
+    reason = why_not_mamba_ssm(x)
     if reason is None:
         return "mamba_ssm"
     _warn_once(reason)

@@ -1,7 +1,7 @@
 """Documents cut into chunks, none of which holds tokens of two documents."""
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -13,51 +13,90 @@ from xtuner_mamba.layout import offsets_on_host
 class ChunkGrid:
     """Where the tokens of packed documents stand when every document starts a chunk.
 
-    For lengths ``[3, 1]`` and ``chunk_size=2``, with ``-`` for a gap::
+    For lengths ``[3, 1, 5]`` and ``chunk_size=2``, with ``-`` for a gap::
 
-        tokens = a b c d
-        chunks = [a b] [c -] [d -]
-        slots  = [0, 1, 2, 4]
-        owners = [0, 0, 1]
-        seq_idx = [0, 0, 0, 0, 1, 1]
+        tokens      = a b c d e f g h i
+        chunks      = [a b] [c -] [d -] [e f] [g h] [i -]
+        slots       = [0, 1, 2, 4, 6, 7, 8, 9, 10]
+        doc_order   = [2, 0, 1]             the longest first
+        chunk_order = [3, 0, 2,  4, 1,  5]  every document's first, every document's second, ...
+        turns       = (3, 2, 1)             how many have a first, a second, ...
     """
 
     slots: Tensor
     """Place of each token among those of all chunks, int64, ``(total,)``."""
-    owners: tuple[int, ...]
-    """Document of each chunk, on the host."""
-    seq_idx: Tensor
-    """Document of each place, gaps too, int32, ``(chunks * chunk_size,)``."""
+    doc_order: Tensor
+    """Documents by their count of chunks, int64, ``(num_seqs,)``."""
+    chunk_order: Tensor
+    """Chunks by their place in the document, then as in ``doc_order``, int64, ``(chunks,)``."""
+    turns: tuple[int, ...]
     chunk_size: int
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, chunk_size: int) -> "ChunkGrid":
         """Cut the documents between these offsets, which were checked before."""
+        known = cu_seqlens.__dict__.setdefault("_schedules", {})
+        key = "chunk_grid", chunk_size
+        if key not in known:
+            known[key] = cls._from_cu_seqlens(cu_seqlens, chunk_size)
+        return known[key]
+
+    @classmethod
+    def _from_cu_seqlens(cls, cu_seqlens: Tensor, chunk_size: int) -> "ChunkGrid":
+        def on_device(numbers: list[int]) -> Tensor:
+            return torch.tensor(numbers).to(cu_seqlens.device, non_blocking=True)
+
         offsets = offsets_on_host(cu_seqlens)
-        owners = [
-            i_seq
-            for i_seq, (start, end) in enumerate(pairwise(offsets))
-            for _ in range(start, end, chunk_size)
+        counts = [-(-(end - start) // chunk_size) for start, end in pairwise(offsets)]
+        firsts = [0, *accumulate(counts)]
+        docs = sorted(range(len(counts)), key=lambda doc: -counts[doc])
+        order = [
+            [firsts[doc] + turn for doc in docs if counts[doc] > turn]
+            for turn in range(max(counts))
         ]
-        lengths = cu_seqlens.diff().long()
-        room = (lengths + chunk_size - 1) // chunk_size * chunk_size
-        shifts = room.cumsum(0) - room - cu_seqlens[:-1]
-        docs = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+        shifts = on_device(firsts[:-1]) * chunk_size - cu_seqlens[:-1]
         # output_size spares a GPU the wait for the sum of the lengths
-        slots = shifts.repeat_interleave(lengths, output_size=offsets[-1])
+        slots = shifts.repeat_interleave(cu_seqlens.diff(), output_size=offsets[-1])
         slots += torch.arange(offsets[-1], device=slots.device)
-        seq_idx = docs.repeat_interleave(room, output_size=len(owners) * chunk_size)
-        return cls(slots, tuple(owners), seq_idx, chunk_size)
+        chunk_order = on_device([chunk for turn in order for chunk in turn])
+        return cls(slots, on_device(docs), chunk_order, tuple(map(len, order)), chunk_size)
 
     def scatter(self, tokens: Tensor) -> Tensor:
         """Lay tokens into chunks, ``(total, ...)`` to ``(chunks, chunk_size, ...)``; gaps are 0."""
-        chunks = tokens.new_zeros(len(self.owners) * self.chunk_size, *tokens.shape[1:])
-        chunks.index_copy_(0, self.slots, tokens)
-        return chunks.unflatten(0, (len(self.owners), self.chunk_size))
+        shape = len(self.chunk_order), self.chunk_size
+        chunks = tokens.new_zeros(shape[0] * shape[1], *tokens.shape[1:])
+        return chunks.index_copy_(0, self.slots, tokens).unflatten(0, shape)
 
     def gather(self, chunks: Tensor) -> Tensor:
         """Take the tokens out again, ``(chunks, chunk_size, ...)`` to ``(total, ...)``."""
         return chunks.flatten(0, 1).index_select(0, self.slots)
+
+    def pass_states(
+        self, decays: Tensor, added: Tensor, initial_states: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Hand the states of each document from chunk to chunk, all documents side by side.
+
+        Args:
+            decays: What is left of a state after a chunk, ``(chunks, ...)``.
+            added: What a chunk adds to it, ``(chunks, ...)``.
+            initial_states: State before each document, ``(num_seqs, ...)``; ``None`` is zero.
+
+        Returns:
+            State before each chunk, ``(chunks, ...)``, and after each document,
+            ``(num_seqs, ...)``.
+        """
+        if initial_states is None:
+            h = added.new_zeros(len(self.doc_order), *added.shape[1:])
+        else:
+            h = initial_states.to(added.dtype)[self.doc_order]
+        before, done = [], []
+        turns = (t[self.chunk_order].split(self.turns) for t in (decays, added))
+        for decay, new in zip(*turns):
+            done.append(h[len(new) :])
+            before.append(h[: len(new)])
+            h = decay * before[-1] + new
+        after = torch.cat([h, *reversed(done)])
+        return torch.cat(before)[self.chunk_order.argsort()], after[self.doc_order.argsort()]
 
 
 def chunk_size_for(cu_seqlens: Tensor, smallest: int, largest: int) -> int:

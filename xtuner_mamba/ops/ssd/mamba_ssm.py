@@ -1,9 +1,8 @@
 """State space duality over packed documents on the Triton kernels of mamba_ssm.
 
-Those take documents anywhere in a row, but sum decays across their boundaries and subtract again,
-so that a document's last bits would depend on its neighbours. Here every document starts a chunk.
-What they multiply by 0 at a boundary is finite, unless a document holds NaN or infinity: that
-reaches the documents after it.
+With ``seq_idx`` those take documents anywhere in a row, but sum decays across their boundaries and
+subtract again, and multiply by 0 what may be NaN: a document's bits would depend on its neighbours.
+Here every chunk is a row of a batch, and its state is handed to the next chunk outside of them.
 """
 
 import importlib.metadata
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor
 
@@ -24,27 +24,29 @@ def ssd_mamba_ssm(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
     initial_states: Tensor | None, cu_seqlens: Tensor, chunk_size: int | None,
     *, return_final_states: bool,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.ssd`; rows are laid end to end, step sizes are final."""
     reason = why_not_mamba_ssm(x)
     if reason is not None:
         raise RuntimeError(f"{reason}; take impl='reference'")
-    if initial_states is not None or return_final_states:
-        raise RuntimeError(
-            "initial_states must be None and return_final_states False with impl='mamba_ssm', got "
-            f"{None if initial_states is None else tuple(initial_states.shape)} and "
-            f"{return_final_states}; take impl='reference'"
-        )
     grid = ChunkGrid.from_cu_seqlens(cu_seqlens, chunk_size or chunk_size_for(cu_seqlens, 32, 256))
-    x_c, dt_c, B_c, C_c, z_c = (
-        None if t is None else grid.scatter(t).flatten(0, 1)[None] for t in (x, dt, B, C, z)
-    )
+    x_c, dt_c, B_c, C_c, z_c = (None if t is None else grid.scatter(t) for t in (x, dt, B, C, z))
+    before, final_states = grid.pass_states(*_decays_and_added(x_c, dt_c, A, B_c), initial_states)
     # kernels are launched on the current device, which need not be that of x
     with torch.cuda.device_of(x):
-        y = _kernels()(
-            x_c, dt_c, A, B_c, C_c, grid.chunk_size, D=D, z=z_c, seq_idx=grid.seq_idx[None]
-        )
-    return grid.gather(y[0].unflatten(0, (-1, grid.chunk_size))), None
+        y = _kernels()(x_c, dt_c, A, B_c, C_c, grid.chunk_size, D=D, z=z_c, initial_states=before)
+    return grid.gather(y), final_states if return_final_states else None
+
+
+def _decays_and_added(x_c: Tensor, dt_c: Tensor, A: Tensor, B_c: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left of a state after each chunk, and what the chunk adds to it."""
+    heads = (B_c.shape[2], -1)
+    log_decay = dt_c * A
+    # of the tokens behind each one
+    to_end = F.pad(log_decay[:, 1:], (0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
+    weighted = (torch.exp(to_end) * dt_c)[..., None] * x_c
+    added = torch.einsum("csghp,csgn->cghpn", weighted.unflatten(2, heads), B_c.to(A.dtype))
+    return torch.exp(log_decay.sum(1))[..., None, None], added.flatten(1, 2)
 
 
 def why_not_mamba_ssm(x: Tensor) -> str | None:

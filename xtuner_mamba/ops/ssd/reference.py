@@ -33,27 +33,19 @@ def ssd_reference(
     to_end = between[..., -1, :].movedim(-1, 1)
     added = torch.einsum("csghp,csgn->cghpn", to_end[..., None] * dtx_c, B_c)
 
-    before, final_states = [], []
-    decays = since_start[:, -1, :, :, None, None].unbind()
-    for chunk, (decay, new) in enumerate(zip(decays, added.unbind())):
-        owner = grid.owners[chunk]
-        if chunk == 0 or owner != grid.owners[chunk - 1]:
-            h = torch.zeros_like(new)
-            if initial_states is not None:
-                h = initial_states[owner].to(dtype).unflatten(0, heads)
-        before.append(h)
-        h = decay * h + new
-        if chunk + 1 == len(decays) or owner != grid.owners[chunk + 1]:
-            final_states.append(h.flatten(0, 1))
-    from_before = torch.einsum("ctgn,cghpn->ctghp", C_c, torch.stack(before))
-    y = y + since_start[..., None] * from_before
+    before, final_states = grid.pass_states(
+        since_start[:, -1, :, :, None, None],
+        added,
+        None if initial_states is None else initial_states.unflatten(1, heads),
+    )
+    y = y + since_start[..., None] * torch.einsum("ctgn,cghpn->ctghp", C_c, before)
 
     y = grid.gather(y).flatten(1, 2)
     if D is not None:
         y = y + D.to(dtype).view(len(D), -1) * x
     if z is not None:
         y = y * F.silu(z.to(dtype))
-    return y.to(out_dtype), torch.stack(final_states) if return_final_states else None
+    return y.to(out_dtype), final_states.flatten(1, 2) if return_final_states else None
 
 
 def _sums_between(t: Tensor) -> Tensor:
