@@ -195,6 +195,17 @@ def test_rows_of_a_batch_are_documents():
     assert torch.equal(ssd(**rows, dt_softplus=True).view_as(packed), packed)
 
 
+def test_thousands_of_documents():
+    inputs = make_inputs([1] * 3000)
+    B, C = (inputs[name].repeat_interleave(2, dim=2)[0] for name in ("B", "C"))
+    dt = torch.nn.functional.softplus(inputs["dt"] + inputs["dt_bias"])[0, ..., None]
+    x = inputs["x"][0]
+    h = torch.exp(dt * inputs["A"][:, None])[..., None] * inputs["initial_states"]
+    y = ((h + (dt * x)[..., None] * B[..., None, :]) @ C[..., None])[..., 0]
+    y = (y + inputs["D"][:, None] * x) * torch.nn.functional.silu(inputs["z"][0])
+    assert relative_rms(ssd(**inputs, dt_softplus=True)[0], y) < 1e-12
+
+
 @pytest.mark.parametrize("cut", [1, 8, 10])
 def test_final_states_carry_on(cut):
     inputs = make_inputs([11])
