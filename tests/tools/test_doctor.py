@@ -11,7 +11,7 @@ from mmengine.runner import Runner, loops
 
 from xtuner_mamba import cli
 from xtuner_mamba.demo.checks import LeakTest
-from xtuner_mamba.tools import model_checks
+from xtuner_mamba.tools import label_checks, model_checks
 from xtuner_mamba.tools.checkup import Finding, NotApplicable
 from xtuner_mamba.tools.doctor import SYMPTOMS, find_line
 from xtuner_mamba.tools.training import Training
@@ -226,6 +226,16 @@ def test_prompts_with_labels_and_answers_without(write_config, write_collate):
     write_collate("data['labels'][:] = -100", ours="packed_collate_fn")
     found = examine("prompt labels", config)
     assert f"0 of {prompts} tokens of prompts have a label, {answers} of {answers}" in found.what
+
+
+def test_an_answer_may_begin_with_the_documents_first_token(write_config, monkeypatch):
+    # as with tokenizers that put nothing in front
+    training = Training(write_config())
+    texts = map(training.tokenizer.decode, training.batch.documents)
+    turns = [[dict(input="", output=text)] for text in texts]
+    monkeypatch.setattr(label_checks, "_conversations", lambda _: turns)
+    num_targets = sum(training.batch.lengths) - 3
+    assert CHECKS["prompt labels"](training).endswith(f"{num_targets} of answers with theirs")
 
 
 def test_prompts_that_cannot_be_told_from_answers(write_config, write_tokenized):

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from xtuner_mamba import cli
 from xtuner_mamba.dataset.documents import TokenizedDocuments
-from xtuner_mamba.tools.training import choose_pieces, find_documents
+from xtuner_mamba.tools.training import Training, choose_pieces, find_documents
 
 CHECKS = [
     "padding",
@@ -58,6 +58,17 @@ def test_what_is_healthy_passes(write_config, capsys, changes):
     assert losses[-1] < losses[0] - 0.1
     share = float(checks["padding"]["detail"].split("%")[0])
     assert share > 20 if changes == ["padded"] else share == 0
+
+
+def test_steps_are_those_of_training_without_accumulation(write_config, capsys):
+    training = Training(write_config())
+    losses = []
+    for _ in range(4):
+        with training.fed(training.batch.collated) as fed:
+            logged = training.model.train_step(fed, training.optim_wrapper)
+        losses.append(logged["loss"].item())
+    config = write_config({"accumulative_counts=1": "accumulative_counts=4"})
+    assert smoke(capsys, config, "--steps", "4", code=0)[1] == losses
 
 
 def test_a_table_for_the_terminal(write_config, capsys):
@@ -116,6 +127,18 @@ def test_steps_that_cannot_be_taken_are_no_pass(write_config, capsys):
     for name in ("leak test", "loss falls", "gradients finite"):
         assert checks[name]["status"] == "NOT RUN"
     assert losses == []
+
+
+def test_a_model_that_is_fetched_from_elsewhere(write_config, folder):
+    (folder / "fetching.py").write_text("def fetch(name):\n    return 'model'\n")
+    config = write_config(
+        {
+            "import AdamW\n": "import AdamW\n\nfrom fetching import fetch\n",
+            'path = "model"': 'path = "far/away"\nmodel_resource = dict(fn=fetch)\n'
+            "pretrained_model_name_or_path = path",
+        }
+    )
+    assert Training(config).tokenizer.name_or_path == "model"
 
 
 def test_a_config_that_cannot_train_is_refused(write_config, capsys):
