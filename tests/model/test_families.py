@@ -149,6 +149,16 @@ def test_the_loss_needs_no_logits(monkeypatch, name):
     torch.testing.assert_close(losses[1], losses[0])
 
 
+def test_positions_reach_the_attention_of_a_hybrid():
+    model, _ = dispatched(make(make_bamba, torch.float32))
+    tokens = draw_tokens(model.config.vocab_size)
+    with LAYOUT.published():
+        expected = model(tokens).logits
+        assert torch.equal(model(tokens, position_ids=LAYOUT.positions).logits, expected)
+        stretched = model(tokens, position_ids=3 * LAYOUT.positions).logits
+    assert relative_rms(stretched, expected) > 1e-3
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_dispatched_model_is_saved_as_transformers_saves_it(name, tmp_path):
     model = make(FAMILIES[name], torch.float32)
