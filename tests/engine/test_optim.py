@@ -1,7 +1,10 @@
 """Which parameters decay."""
 
+import re
+
 import pytest
 import torch
+from mixer_families import FAMILIES
 from mmengine.optim import OptimWrapper, build_optim_wrapper
 from torch import nn
 from torch.optim import AdamW
@@ -49,6 +52,15 @@ def test_dynamics_norms_and_biases_do_not_decay():
     }
     projections = {f"{name}_proj.weight" for name in ("in", "x", "dt", "out")}
     assert last_two(0.1) == projections | {"embeddings.weight", "conv1d.weight"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_bias_decays_in_any_family(family):
+    model = FAMILIES[family]()
+    decay = decays(build(model), model)
+    spared = {name for name in decay if re.search(r"(A_log|\.D|bias|norm[^.]*\.weight)$", name)}
+    assert {decay[name] for name in spared} == {0.0}
+    assert {decay[name] for name in decay.keys() - spared} == {0.1}
 
 
 def test_a_decaying_step_leaves_the_dynamics_alone():

@@ -47,7 +47,9 @@ def decay_groups(model: nn.Module, weight_decay: float | None) -> list[dict]:
             continue
         # ZeRO-3 leaves an empty tensor in place and keeps the real shape here
         shape = getattr(parameter, "ds_shape", parameter.shape)
-        exempt = len(shape) < 2 or name.rpartition(".")[2] in NO_DECAY
+        last = name.rpartition(".")[2]
+        # Zamba has a bias for each head of a mixer, in one matrix
+        exempt = len(shape) < 2 or last in NO_DECAY or last.endswith("bias")
         (no_decay if exempt else decay).append(parameter)
     groups = [dict(params=decay), dict(params=no_decay, weight_decay=0.0)]
     if weight_decay is not None:
