@@ -9,7 +9,8 @@ from datasets import Dataset
 
 from xtuner_mamba import cli
 from xtuner_mamba.dataset.documents import TokenizedDocuments
-from xtuner_mamba.tools.training import Training, choose_pieces, find_documents
+from xtuner_mamba.tools.sample_batch import choose_pieces, find_documents
+from xtuner_mamba.tools.training import Training
 
 CHECKS = [
     "padding",

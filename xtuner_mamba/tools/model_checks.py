@@ -13,7 +13,8 @@ from xtuner_mamba.demo.checks import LeakTest
 from xtuner_mamba.engine.optim import NO_DECAY
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.tools.checkup import Finding, NotApplicable
-from xtuner_mamba.tools.training import Batch, Training
+from xtuner_mamba.tools.sample_batch import SampleBatch
+from xtuner_mamba.tools.training import Training
 
 
 def check_boundary_hook(training: Training) -> Finding | str:
@@ -91,7 +92,7 @@ def check_weight_decay(training: Training) -> Finding | str:
 
 
 @torch.no_grad()
-def run_leak_test(training: Training, batch: Batch) -> LeakTest:
+def run_leak_test(training: Training, batch: SampleBatch) -> LeakTest:
     """Replace one document at a time by other values and by NaN, and compare the others bitwise.
 
     Goes the way of training: the batch as it was collated, boundaries from the config's hooks. To
