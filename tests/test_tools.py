@@ -48,10 +48,14 @@ def test_a_run_without_tests_is_no_proof():
 
 
 def test_the_table_of_breaches_counts_cases():
+    several = [f"tests/b.py::test_{i}" for i in range(5)]
     table = load("break_contract").render(
-        {"leak-conv": ["tests/a.py::test_x", "tests/a.py::test_x"], "leak-scan": []}
+        {"leak-conv": ["tests/a.py::test_x", "tests/a.py::test_x", *several], "leak-scan": []}
     )
-    assert "| Run the conv across boundaries. | `a.py::test_x` (2 cases) |" in table
+    assert (
+        "| Run the conv across boundaries. | `a.py`: `test_x` (2 cases)"
+        "<br>`b.py`: `test_0`, `test_1`, `test_2` and 2 more |"
+    ) in table
     assert "| Run the scan across boundaries. | **none** |" in table
 
 

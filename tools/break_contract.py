@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +38,22 @@ def leak_scan() -> None:
 
     scan = mamba.selective_scan
     mamba.selective_scan = lambda *args, cu_seqlens=None, **kwargs: scan(*args, **kwargs)
+
+
+def leak_ssd() -> None:
+    """Run Mamba-2's recurrence across boundaries."""
+    from xtuner_mamba.model.dispatch import mamba2
+
+    ssd = mamba2.ssd
+    mamba2.ssd = lambda *args, cu_seqlens=None, **kwargs: ssd(*args, **kwargs)
+
+
+def leak_attention() -> None:
+    """Attend across boundaries."""
+    from xtuner_mamba.model.dispatch import attention
+
+    attend = attention.attention
+    attention.attention = lambda *args, cu_seqlens=None, **kwargs: attend(*args, **kwargs)
 
 
 def multiply_conv() -> None:
@@ -99,6 +116,15 @@ def leak_labels() -> None:
     PackedLayout.targets = targets
 
 
+def forget_carried_states() -> None:
+    """Let a document that was cut begin anew in the next batch."""
+    from xtuner_mamba.carry import CarriedRows
+
+    CarriedRows.initial_states = lambda self, states, num_seqs: states.new_zeros(
+        num_seqs, *states.shape[1:]
+    )
+
+
 def average_micro_batches() -> None:
     """Take the mean of every micro-batch instead of the optimizer step's."""
     from xtuner_mamba.model import sft
@@ -116,9 +142,12 @@ def keep_layout() -> None:
 BREACHES: dict[str, Callable[[], None]] = {
     "leak-conv": leak_conv,
     "leak-scan": leak_scan,
+    "leak-ssd": leak_ssd,
+    "leak-attention": leak_attention,
     "multiply-conv": multiply_conv,
     "multiply-scan": multiply_scan,
     "leak-labels": leak_labels,
+    "forget-carried-states": forget_carried_states,
     "average-micro-batches": average_micro_batches,
     "keep-layout": keep_layout,
 }
@@ -162,15 +191,16 @@ def run_tests(breach: str | None, tests: list[str]) -> tuple[int, list[str]]:
 
 
 def render(noticed: dict[str, list[str]]) -> str:
-    """Write the breaches and the tests that failed as a Markdown table."""
+    """Write the breaches and the tests that failed as a Markdown table, a line a file."""
     lines = ["| breach | tests that fail |", "| --- | --- |"]
     for breach, failed in noticed.items():
-        cases = Counter(failed)
-        names = [
-            f"`{name.removeprefix('tests/')}`" + (f" ({n} cases)" if n > 1 else "")
-            for name, n in cases.items()
-        ]
-        lines.append(f"| {BREACHES[breach].__doc__} | {'<br>'.join(names) or '**none**'} |")
+        cells = []
+        for file, names in groupby(sorted(failed), lambda name: name.partition("::")[0]):
+            cases = Counter(name.partition("::")[2] for name in names)
+            tests = [f"`{name}`" + (f" ({n} cases)" if n > 1 else "") for name, n in cases.items()]
+            rest = f" and {len(tests) - 3} more" if len(tests) > 3 else ""
+            cells.append(f"`{file.removeprefix('tests/')}`: {', '.join(tests[:3])}{rest}")
+        lines.append(f"| {BREACHES[breach].__doc__} | {'<br>'.join(cells) or '**none**'} |")
     return "\n".join(lines) + "\n"
 
 
