@@ -85,7 +85,7 @@ def changed_documents(
     poisoned = embeddings.clone()
     poisoned.split(lengths, dim=1)[victim].fill_(value)
     before, after = [], []
-    with PackedLayout.from_lengths(boundaries).published():
+    with PackedLayout.from_lengths(boundaries).to(embeddings.device).published():
         for inputs, parts in ((embeddings, before), (poisoned, after)):
             logits = model(inputs_embeds=inputs, use_cache=False).logits
             parts += logits.split(lengths, dim=1)
