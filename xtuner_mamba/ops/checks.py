@@ -1,6 +1,9 @@
 """What all ops ask of their tensors."""
 
+import torch
 from torch import Tensor
+
+from xtuner_mamba.layout import PackedLayout, check_cu_seqlens
 
 
 def check_tensors(x: Tensor, cu_seqlens: Tensor | None, **others: Tensor | None) -> None:
@@ -23,3 +26,51 @@ def check_tensors(x: Tensor, cu_seqlens: Tensor | None, **others: Tensor | None)
                 f"{name} must be on the device of x, {x.device}, got {tensor.device}; "
                 f"take {name}.to(x.device)"
             )
+
+
+def check_shapes(expected: dict[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
+    """Check tensors, where there are any, against the shapes beside them.
+
+    Raises:
+        ValueError: One has another shape.
+    """
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+
+
+def check_decay_dtype(x: Tensor, A: Tensor) -> None:
+    """Check that decay rates have the precision of the states.
+
+    Raises:
+        ValueError: They are rounded.
+    """
+    state_dtype = torch.promote_types(x.dtype, torch.float32)
+    if A.dtype != state_dtype:
+        raise ValueError(
+            f"A must be {state_dtype} for x of {x.dtype}, got {A.dtype}; "
+            "a rounded A changes every decay: keep A_log in float32"
+        )
+
+
+def resolve_cu_seqlens(name: str, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the offsets of an op's documents; without any every row is one.
+
+    Args:
+        name: Of the op's main input.
+        x: That input, ``(batch, seqlen, ...)``.
+        cu_seqlens: What the caller gave.
+
+    Raises:
+        ValueError: There are several rows beside offsets, or these do not cover the row.
+    """
+    batch, seqlen = x.shape[:2]
+    if cu_seqlens is None:
+        return PackedLayout.from_lengths([seqlen] * batch).to(x.device).cu_seqlens
+    if batch != 1:
+        raise ValueError(
+            f"{name} must have batch 1 with cu_seqlens, got {tuple(x.shape)}; "
+            f"lay the rows end to end: {name}.flatten(0, 1)[None]"
+        )
+    check_cu_seqlens(cu_seqlens, seqlen)
+    return cu_seqlens

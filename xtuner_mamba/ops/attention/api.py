@@ -21,8 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from xtuner_mamba.layout import PackedLayout, check_cu_seqlens
 from xtuner_mamba.ops.attention.kernels import why_not_flash, why_not_varlen
+from xtuner_mamba.ops.checks import resolve_cu_seqlens
 
 _logger = logging.getLogger(__name__)
 # conditions of the kernels that failed: each is told of once
@@ -166,17 +166,9 @@ def _check_inputs(
         )
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, got {softcap}; None stands for no cap")
-    if cu_seqlens is None:
-        return PackedLayout.from_lengths([seqlen] * batch).to(q.device).cu_seqlens
-    if batch != 1:
-        raise ValueError(
-            f"q must have batch 1 with cu_seqlens, got {tuple(q.shape)}; "
-            "lay the rows end to end: q.reshape(1, -1, nheads, headdim)"
-        )
-    if cu_seqlens.device != q.device:
+    if cu_seqlens is not None and cu_seqlens.device != q.device:
         raise ValueError(
             f"cu_seqlens must be on the device of q, {q.device}, got {cu_seqlens.device}; "
             "take cu_seqlens.to(q.device)"
         )
-    check_cu_seqlens(cu_seqlens, seqlen)
-    return cu_seqlens
+    return resolve_cu_seqlens("q", q, cu_seqlens)

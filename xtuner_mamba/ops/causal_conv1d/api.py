@@ -19,8 +19,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from xtuner_mamba.layout import PackedLayout, check_cu_seqlens
-from xtuner_mamba.ops.checks import check_tensors
+from xtuner_mamba.ops.checks import check_tensors, resolve_cu_seqlens
 
 Impl = Literal["triton", "cpu", "reference"]
 
@@ -117,7 +116,7 @@ def _check_inputs(
             f"x must have shape (batch, seqlen, dim), none of them 0, got {tuple(x.shape)}"
         )
     check_tensors(x, cu_seqlens, weight=weight, bias=bias, initial_states=initial_states)
-    batch, seqlen, dim = x.shape
+    dim = x.shape[2]
     if weight.ndim != 2 or weight.shape[0] != dim or weight.shape[1] < 1:
         raise ValueError(
             f"weight must have shape (dim={dim}, width >= 1), got {tuple(weight.shape)}; "
@@ -125,17 +124,8 @@ def _check_inputs(
         )
     if bias is not None and bias.shape != (dim,):
         raise ValueError(f"bias must have shape {(dim,)}, got {tuple(bias.shape)}")
-    if cu_seqlens is None:
-        num_seqs = batch
-        cu_seqlens = PackedLayout.from_lengths([seqlen] * batch).to(x.device).cu_seqlens
-    else:
-        if batch != 1:
-            raise ValueError(
-                f"x must have batch 1 with cu_seqlens, got {tuple(x.shape)}; "
-                "lay the rows end to end: x.reshape(1, -1, dim)"
-            )
-        check_cu_seqlens(cu_seqlens, seqlen)
-        num_seqs = len(cu_seqlens) - 1
+    cu_seqlens = resolve_cu_seqlens("x", x, cu_seqlens)
+    num_seqs = len(cu_seqlens) - 1
     expected = (num_seqs, dim, weight.shape[1] - 1)
     if initial_states is not None and initial_states.shape != expected:
         raise ValueError(

@@ -23,8 +23,12 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from xtuner_mamba.layout import PackedLayout, check_cu_seqlens
-from xtuner_mamba.ops.checks import check_tensors
+from xtuner_mamba.ops.checks import (
+    check_decay_dtype,
+    check_shapes,
+    check_tensors,
+    resolve_cu_seqlens,
+)
 
 _logger = logging.getLogger(__name__)
 # conditions of the Gluon kernels that failed: each is told of once
@@ -171,28 +175,12 @@ def _check_inputs(
         "z": (z, (batch, seqlen, dim)),
         "dt_bias": (dt_bias, (dim,)),
     }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    check_shapes(expected)
     others = {name: tensor for name, (tensor, _) in expected.items()}
     check_tensors(x, cu_seqlens, A=A, initial_states=initial_states, **others)
-    state_dtype = torch.promote_types(x.dtype, torch.float32)
-    if A.dtype != state_dtype:
-        raise ValueError(
-            f"A must be {state_dtype} for x of {x.dtype}, got {A.dtype}; "
-            "a rounded A changes every decay: keep A_log in float32"
-        )
-    if cu_seqlens is None:
-        num_seqs = batch
-        cu_seqlens = PackedLayout.from_lengths([seqlen] * batch).to(x.device).cu_seqlens
-    else:
-        if batch != 1:
-            raise ValueError(
-                f"x must have batch 1 with cu_seqlens, got {tuple(x.shape)}; "
-                "lay the rows end to end: x.reshape(1, -1, dim)"
-            )
-        check_cu_seqlens(cu_seqlens, seqlen)
-        num_seqs = len(cu_seqlens) - 1
+    check_decay_dtype(x, A)
+    cu_seqlens = resolve_cu_seqlens("x", x, cu_seqlens)
+    num_seqs = len(cu_seqlens) - 1
     if initial_states is not None and initial_states.shape != (num_seqs, dim, dstate):
         raise ValueError(
             f"initial_states must have shape {(num_seqs, dim, dstate)}, one state a document, "

@@ -27,8 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xtuner_mamba.layout import PackedLayout, check_cu_seqlens
-from xtuner_mamba.ops.checks import check_tensors
+from xtuner_mamba.ops.checks import (
+    check_decay_dtype,
+    check_shapes,
+    check_tensors,
+    resolve_cu_seqlens,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -188,32 +192,16 @@ def _check_inputs(
         "z": (z, (batch, seqlen, nheads, headdim)),
         "dt_bias": (dt_bias, (nheads,)),
     }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    check_shapes(expected)
     if D is not None and D.shape not in ((nheads,), (nheads, headdim)):
         raise ValueError(
             f"D must have shape {(nheads,)} or {(nheads, headdim)}, got {tuple(D.shape)}"
         )
     others = {name: tensor for name, (tensor, _) in expected.items()}
     check_tensors(x, cu_seqlens, B=B, D=D, initial_states=initial_states, **others)
-    state_dtype = torch.promote_types(x.dtype, torch.float32)
-    if A.dtype != state_dtype:
-        raise ValueError(
-            f"A must be {state_dtype} for x of {x.dtype}, got {A.dtype}; "
-            "a rounded A changes every decay: keep A_log in float32"
-        )
-    if cu_seqlens is None:
-        num_seqs = batch
-        cu_seqlens = PackedLayout.from_lengths([seqlen] * batch).to(x.device).cu_seqlens
-    else:
-        if batch != 1:
-            raise ValueError(
-                f"x must have batch 1 with cu_seqlens, got {tuple(x.shape)}; "
-                "lay the rows end to end: x.reshape(1, -1, nheads, headdim)"
-            )
-        check_cu_seqlens(cu_seqlens, seqlen)
-        num_seqs = len(cu_seqlens) - 1
+    check_decay_dtype(x, A)
+    cu_seqlens = resolve_cu_seqlens("x", x, cu_seqlens)
+    num_seqs = len(cu_seqlens) - 1
     states = (num_seqs, nheads, headdim, B.shape[3])
     if initial_states is not None and initial_states.shape != states:
         raise ValueError(
