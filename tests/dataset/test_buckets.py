@@ -192,7 +192,7 @@ def test_the_log_says_what_a_bucket_holds(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(boundaries=[]), r"positive integers, rising and not empty, got \[\]; `xtuner-mamba lengths`"),
+        (dict(boundaries=[]), r"integers, rising and not empty, got \[\]; `xtuner-mamba lengths`"),
         (dict(boundaries=[8, 8, 20]), r"got \[8, 8, 20\]"),
         (dict(boundaries=[0, 20]), r"got \[0, 20\]"),
         (dict(boundaries=[4, 20.5]), r"got \[4, 20.5\]; "),
