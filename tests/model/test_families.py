@@ -1,6 +1,8 @@
 """Every family on packs against the same model on each document alone: one table for all."""
 
 import copy
+import dataclasses
+import inspect
 import re
 from functools import partial
 
@@ -20,14 +22,17 @@ from family_proof import (
 from mixer_families import FAMILIES as MIXER_FAMILIES
 from mixer_families import VOCAB, make_bamba, make_mamba2
 from mixer_oracles import mamba2_token_by_token
+from peft import LoraConfig, get_peft_model
 from transformers.models.bamba import modeling_bamba
 from transformers.models.falcon_mamba import modeling_falcon_mamba
 from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
 
+from xtuner_mamba.carry import CarriedRows
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.model import dispatch_packed
 from xtuner_mamba.model.dispatch import mamba_lm, token_mixers
+from xtuner_mamba.model.lora import default_targets
 from xtuner_mamba.model.loss import packed_loss
 from xtuner_mamba.testing import relative_rms
 
@@ -45,6 +50,61 @@ def test_packed_equals_alone_and_documents_are_isolated(name):
     assert set(proof.layers) == set(token_mixers(FAMILIES[name]()))
     # which experts get how many rows depends on all documents, and rounds a product's last bits
     assert proof.changed <= (1e-6 if proof.has_experts else 0)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "peft"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_own_loss_stays_within_documents(name, wrapped):
+    """Loss of ``labels`` by the model itself, in two rows: documents alone are the oracle."""
+    lengths = [5, 1, 2, 4, 4]
+    model = FAMILIES[name]().double().eval()
+    if wrapped:
+        model = get_peft_model(
+            model, LoraConfig(task_type="CAUSAL_LM", target_modules=default_targets(model))
+        )
+    tokens = torch.randint(model.config.vocab_size, (1, sum(lengths)))
+    labels = tokens.clone()
+    labels[0, 3] = -100
+    with torch.no_grad():
+        total = sum(
+            torch.nn.functional.cross_entropy(
+                model(part).logits[0, :-1], part_labels[0, 1:], reduction="sum"
+            )
+            for part, part_labels in zip(tokens.split(lengths, 1), labels.split(lengths, 1))
+        )
+        dispatch_packed(model)
+        with PackedLayout.from_lengths(lengths).published():
+            loss = model(tokens.view(2, 8), labels=labels.view(2, 8)).loss
+    # 16 tokens, 5 documents' first ones, one that is masked
+    torch.testing.assert_close(loss, total / 10, rtol=1e-6, atol=0, check_dtype=False)
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Llama"])
+def test_labels_that_no_shift_within_the_batch_fits(name):
+    model = FAMILIES[name]()
+    dispatch_packed(model)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    carried = CarriedRows(
+        last=torch.tensor([0]), continues=torch.tensor([False]), next_labels=torch.tensor([1])
+    )
+    layout = dataclasses.replace(PackedLayout.from_lengths([4]), carried=carried)
+    with layout.published(), pytest.raises(RuntimeError, match=r"carried documents, got \(1, 4\)"):
+        model(tokens, labels=tokens)
+    with (
+        PackedLayout.from_lengths([3]).published(),
+        pytest.raises(RuntimeError, match="got 1 documents with 3 tokens"),
+    ):
+        model(tokens, labels=tokens)
+
+
+def test_generation_finds_the_arguments_of_a_dispatched_model():
+    model = FAMILIES["Llama"]()
+    expected = inspect.signature(model.forward)
+    dispatched = dispatch_packed(model)
+    assert model.forward.func is mamba_lm.causal_lm_forward
+    assert inspect.signature(model.forward) == expected
+    dispatched.undo()
+    assert "forward" not in vars(model)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,17 @@
 
 Replace those of the blocks, norms and language models of Mamba, Falcon-Mamba and Mamba-2, and of
 the norms and language models of Jamba, Zamba and Bamba, of transformers 4.48. Where the fused ops
-do not act, they hand over to transformers.
+do not act, they hand over to transformers. Any other causal language model gets a forward whose
+loss keeps documents apart.
 """
+
+import inspect
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput, ModelOutput
 
+from xtuner_mamba.layout import IGNORE_INDEX, current_layout
 from xtuner_mamba.ops import NormWithResidual, linear_cross_entropy, rms_norm
 
 
@@ -71,25 +75,59 @@ def mamba_causal_lm_forward(
     inputs_embeds: Tensor | None = None,
     position_ids: Tensor | None = None,
     *,
+    labels: Tensor | None = None,
     targets: Tensor | None = None,
     **kwargs,
 ) -> tuple | ModelOutput:
     """Run transformers' forward; with ``targets`` sum their cross entropy and keep no logits.
 
     ``targets`` is the token that each token predicts, int64, ``(batch * seqlen,)``, -100 where
-    there is none. All other arguments are those of transformers.
+    there is none. ``labels`` are as in :func:`causal_lm_forward`. All other arguments are those
+    of transformers.
+
+    Raises:
+        RuntimeError: As there.
     """
     inputs = dict(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds)
     # without attention there are no positions
     if self.base_model_prefix == "model":
         inputs["position_ids"] = position_ids
     if targets is None:
-        return type(self).forward(self, **inputs, **kwargs)
+        return type(self).forward(self, labels=_within_documents(labels), **inputs, **kwargs)
     decoder = getattr(self, self.base_model_prefix)
     hidden_states = decoder(**inputs, return_dict=True).last_hidden_state
     weight = self.lm_head.weight
     loss = linear_cross_entropy(hidden_states.flatten(0, -2).to(weight.dtype), weight, targets)
     return CausalLMOutput(loss=loss)
+
+
+def causal_lm_forward(self: nn.Module, *args: object, **kwargs: object) -> tuple | ModelOutput:
+    """Run the class's own forward; its loss of ``labels`` stays within the published documents.
+
+    ``labels`` is int64, ``(batch, seqlen)``, not shifted, -100 where there is no target.
+
+    Raises:
+        RuntimeError: There are labels, and a layout of another batch or of carried documents.
+    """
+    call = inspect.signature(type(self).forward).bind(self, *args, **kwargs)
+    if call.arguments.get("labels") is not None:
+        call.arguments["labels"] = _within_documents(call.arguments["labels"])
+    return type(self).forward(*call.args, **call.kwargs)
+
+
+def _within_documents(labels: Tensor | None) -> Tensor | None:
+    """Make no document's first token a target, which transformers' shift would make it."""
+    layout = current_layout()
+    if labels is None or layout is None:
+        return labels
+    layout.check_covers(*labels.shape)
+    if layout.carried is not None:
+        raise RuntimeError(
+            f"labels must not be given with carried documents, got {tuple(labels.shape)}; the "
+            "last token of a chunk has its target in the next one: take packed_loss"
+        )
+    starts = layout.cu_seqlens[:-1].long()
+    return labels.flatten().index_fill(0, starts, IGNORE_INDEX).view(labels.shape)
 
 
 def _fuses(wanted: bool | None, x: Tensor) -> bool:

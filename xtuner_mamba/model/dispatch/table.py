@@ -1,5 +1,6 @@
 """Which layers mix tokens, and what replaces their forward when rows hold packed documents."""
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -212,10 +213,23 @@ def _forward_for(module: nn.Module, options: dict[str, object]) -> partial | Non
     name = type(module).__name__
     tables = (DISPATCH_TABLE, FUSED_TABLE, DECODER_TABLE, _ROTARY_TABLE)
     path = next((table[name] for table in tables if name in table), None)
+    if path is None and _is_causal_lm(module):
+        path = f"{_FUSED}:causal_lm_forward"
     if path is None:
         return None
     module_name, function_name = path.split(":")
     forward = getattr(import_module(module_name), function_name)
     bound = {option: options[option] for option in _OPTIONS_OF.get(function_name, ())}
     # not a method, which would be pickled by a name that the class does not have
-    return partial(forward, module, **bound)
+    bound_forward = partial(forward, module, **bound)
+    if function_name == "causal_lm_forward":
+        # generation asks which arguments there are
+        bound_forward.__signature__ = inspect.signature(type(module).forward.__get__(module))
+    return bound_forward
+
+
+def _is_causal_lm(module: nn.Module) -> bool:
+    """Tell language models with layers of ours from those that XTuner alone keeps apart."""
+    return any(base.__name__.endswith("ForCausalLM") for base in type(module).__mro__) and any(
+        type(layer).__name__ in DISPATCH_TABLE for layer in module.modules()
+    )
