@@ -6,7 +6,14 @@ import importlib
 import pytest
 import torch
 from mmengine.config import Config
-from transformers import GPT2Config, LlamaConfig, MambaConfig, MistralConfig
+from transformers import (
+    FalconMambaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    T5Config,
+)
 
 from xtuner_mamba.dataset import process_document_dataset
 from xtuner_mamba.engine.hooks import (
@@ -17,6 +24,7 @@ from xtuner_mamba.engine.hooks import (
 )
 from xtuner_mamba.integration import config_rewrites, deepspeed
 from xtuner_mamba.integration.config_checks import ConfigError, check_packed_training, type_name
+from xtuner_mamba.integration.convert import build_what_was_trained
 from xtuner_mamba.integration.train import CheckCfg
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE
 
@@ -396,6 +404,63 @@ def test_preference_config_of_xtuner_gets_our_parts(
     loader.dataset.is_reference = True
     with pytest.raises(SystemExit, match="unexpected keyword argument 'is_reference'; they are"):
         run_check(cfg, args)
+
+
+REWARD = "internlm2_chat_1_8b_reward_full_varlenattn_ultrafeedback"
+
+
+def test_reward_model_that_nothing_can_save_is_refused(write_config, args, tmp_path):
+    config = FalconMambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=8)
+    config.save_pretrained(tmp_path / "other")
+    path = write_config(REWARD, pretrained_model_name_or_path=str(tmp_path / "other"))
+    with pytest.raises(SystemExit, match="classification, got FalconMambaForCausalLM, for which"):
+        run_check(Config.fromfile(path), args)
+
+
+def test_model_that_is_no_causal_lm_is_refused(template, args, tmp_path):
+    T5Config(d_model=8, num_layers=1, num_heads=2).save_pretrained(tmp_path / "other")
+    template.model.llm.pretrained_model_name_or_path = str(tmp_path / "other")
+    with pytest.raises(SystemExit, match=r"causal language model, .* model_type 't5'") as info:
+        run_check(template, args)
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "varlen", "model"),
+    [
+        ("pth_to_hf.py", True, "PackedRewardModel"),
+        ("pth_to_hf.py", False, "RewardModel"),
+        ("train.py", True, "RewardModel"),
+    ],
+)
+def test_converter_builds_what_was_trained(
+    pristine, write_config, tiny, monkeypatch, script, varlen, model
+):
+    path = write_config(REWARD, pretrained_model_name_or_path=str(tiny / "model"))
+    cfg = Config.fromfile(path)
+    cfg.model.use_varlen_attn = varlen
+    registry = pristine("xtuner.registry")
+    monkeypatch.setattr(registry.BUILDER, "build", type_name)
+    build_what_was_trained(registry)
+    monkeypatch.setattr("sys.argv", [f"folder/{script}"])
+    assert registry.BUILDER.build(cfg.model) == model
+
+
+def test_converter_leaves_a_model_that_cannot_train_here_to_xtuner(
+    write_config, tmp_path, monkeypatch
+):
+    GPT2Config(n_layer=1, n_embd=8, n_head=2).save_pretrained(tmp_path / "other")
+    path = write_config(STOCK, pretrained_model_name_or_path=str(tmp_path / "other"))
+    cfg = Config.fromfile(path)
+    cfg.model.use_varlen_attn = True
+    config_rewrites.build_exactly(cfg.model)
+    assert type_name(cfg.model) == "SupervisedFinetune"
+
+
+def test_converter_is_what_the_patch_was_written_for(pristine):
+    names = pristine("xtuner.tools.model_converters.pth_to_hf").main.__code__.co_names
+    order = ["fromfile", "merge_from_dict", "BUILDER", "build", "to_hf"]
+    assert [name for name in names if name in order] == order
 
 
 def test_groups_that_the_user_chose_are_kept(stock, args, logged, monkeypatch):

@@ -10,6 +10,10 @@ from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    FalconMambaConfig,
+    FalconMambaModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedTokenizerFast,
@@ -375,6 +379,46 @@ def test_saved_reward_model_gives_the_same_scores(tokenizer_cfg, tmp_path, lora)
 
 def test_a_reward_model_that_nothing_can_load_is_not_saved(tmp_path):
     model = build("RewardModel")
-    model.llm = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"llm must be a MambaModel .*, got Linear; the weights"):
+    config = FalconMambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1)
+    model.llm = FalconMambaModel(config)
+    with pytest.raises(ValueError, match=r"with its head, got FalconMambaModel; the weights"):
         model.to_hf(ConfigDict(), str(tmp_path))
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+def test_reward_model_that_transformers_has_a_class_for_is_saved(
+    tokenizer_cfg, tmp_path, lora, fp32
+):
+    torch.manual_seed(0)
+    settings = dict(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=2)
+    llm = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, pad_token_id=0, **settings))
+    kwargs = {}
+    if lora:
+        kwargs["lora"] = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = PackedRewardModel(llm, use_activation_checkpointing=False, **kwargs).eval()
+    model.v_head.weight.data = torch.linspace(-1, 1, 8)[None]
+    layout, data = pack(make_pairs(reward=True))
+    with layout.published(), torch.no_grad():
+        (predicted,) = model(dict(data), mode="predict")
+    scores = predicted["logits"][layout.cu_seqlens[1:].long() - 1]
+    model.to_hf(ConfigDict(tokenizer=tokenizer_cfg), str(tmp_path), fp32=fp32)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, torch_dtype="auto")
+    assert loaded.dtype == (torch.float32 if fp32 else torch.float16)
+    rows = data["input_ids"][0].split(layout.lengths)
+    with torch.no_grad():
+        actual = torch.cat([loaded(row[None]).logits for row in rows])
+    assert scores.std() > 0.02
+    tolerance = 1e-5 if fp32 else 1e-2
+    torch.testing.assert_close(actual.float(), scores, atol=tolerance, rtol=tolerance)
+
+
+def test_reward_model_of_remote_code_is_left_to_xtuner(tmp_path, monkeypatch):
+    model = build("RewardModel")
+    model.llm = FalconMambaModel(FalconMambaConfig(hidden_size=8, num_hidden_layers=1))
+    model.llm.config.auto_map = {"AutoModelForCausalLM": "modeling.Model"}
+    saved = []
+    monkeypatch.setattr(RewardModel, "to_hf", lambda self, *args, **kwargs: saved.append(args))
+    cfg = ConfigDict()
+    model.to_hf(cfg, str(tmp_path), fp32=True)
+    assert saved == [(cfg, str(tmp_path), True, {})]

@@ -102,6 +102,11 @@ PATCHES = (
     ),
     Patch(
         after="xtuner.registry",
+        function="convert:build_what_was_trained",
+        needs=("BUILDER.build",),
+    ),
+    Patch(
+        after="xtuner.registry",
         function="devices:init_dist_without_gpu",
         needs=("_init_dist_pytorch", "_init_dist_slurm", "_init_dist_mpi"),
         target="mmengine.dist.utils",

@@ -22,6 +22,7 @@ from xtuner_mamba.dataset.process import check_arguments
 from xtuner_mamba.dataset.sources import check_source
 from xtuner_mamba.dataset.token_budget import check_budget_arguments
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE, dispatch_packed, token_mixers
+from xtuner_mamba.model.reward_saving import can_save_reward_model
 
 _HOOKS = ("PackedLayoutHook", "VarlenAttnArgsToMessageHubHook")
 _DATALOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
@@ -37,6 +38,9 @@ _CHECKS = {
     "CarriedChunkBatchSampler": check_carried_arguments,
     "LengthCurriculumHook": lambda arguments: LengthCurriculum(arguments.get("schedule", ())),
 }
+
+
+_REWARD_MODELS = ("RewardModel", "PackedRewardModel")
 
 
 class ConfigError(ValueError):
@@ -64,7 +68,7 @@ def check_packed_training(cfg: Config, args: argparse.Namespace) -> bool:
     _check_hooks(cfg)
     _check_work_dir(cfg, args)
     _check_accumulation(cfg, args)
-    covered = _check_model(cfg.model.llm)
+    covered = is_covered(cfg.model)
     if covered:
         _check_rows_are_whole(cfg)
         _check_loop(cfg)
@@ -166,10 +170,24 @@ def _check_accumulation(cfg: Config, args: argparse.Namespace) -> None:
         )
 
 
-def _check_model(llm: dict) -> bool:
-    model = _model_without_weights(llm)
+def is_covered(model_cfg: dict) -> bool:
+    """Tell whether every token mixer has a varlen path of ours.
+
+    Args:
+        model_cfg: Of XTuner's model, with the language model in ``llm``.
+
+    Raises:
+        ConfigError: One has no path at all, or the trained model could not be saved.
+    """
+    model = _model_without_weights(model_cfg["llm"])
     if model is None:
         return False
+    if type_name(model_cfg) in _REWARD_MODELS and not can_save_reward_model(model.base_model):
+        raise ConfigError(
+            "the llm of a reward model must have a class for sequence classification, got "
+            f"{type(model).__name__}, for which transformers has none; use a Mamba or a Llama, "
+            "or train with DPO"
+        )
     found = token_mixers(model)
     if found and set(found) <= set(DISPATCH_TABLE):
         try:
@@ -217,9 +235,16 @@ def _model_without_weights(llm: dict) -> nn.Module | None:
             f"{path!r}; {error}"
         ) from None
     with torch.device("meta"), no_init_weights():
-        if hasattr(model_class, "from_config"):
+        if not hasattr(model_class, "from_config"):
+            return model_class(config)
+        try:
             return model_class.from_config(config, **trust)
-        return model_class(config)
+        except ValueError:
+            raise ConfigError(
+                f"pretrained_model_name_or_path must name a causal language model, which is all "
+                f"that XTuner trains, got {path!r} of the model_type {config.model_type!r}, for "
+                f"which {model_class.__name__} has no class; choose another model"
+            ) from None
 
 
 def _check_rows_are_whole(cfg: Config) -> None:

@@ -1,19 +1,21 @@
-"""Changes to a config that ``xtuner train`` has read, each with a line in the log."""
+"""Changes to a config that ``xtuner`` has read, each with a line in the log."""
 
 import argparse
 
-from mmengine.config import Config
+from mmengine.config import Config, ConfigDict
 from mmengine.config.lazy import LazyObject
 from mmengine.logging import print_log
 
-from xtuner_mamba.integration.config_checks import type_name, walk
+from xtuner_mamba.integration.config_checks import ConfigError, is_covered, type_name, walk
 
 # by XTuner's name: what stands in for it, and the arguments that differ (None: there is none)
-_EXACT = {
+_EXACT_MODELS = {
     "SupervisedFinetune": (LazyObject("xtuner_mamba.model", "PackedSupervisedFinetune"), {}),
     "DPO": (LazyObject("xtuner_mamba.model", "PackedDPO"), {}),
     "ORPO": (LazyObject("xtuner_mamba.model", "PackedORPO"), {}),
     "RewardModel": (LazyObject("xtuner_mamba.model", "PackedRewardModel"), {}),
+}
+_EXACT = _EXACT_MODELS | {
     "process_hf_dataset": (
         LazyObject("xtuner_mamba.dataset", "process_packed_dataset"),
         # as XTuner packs
@@ -53,21 +55,30 @@ def train_exactly(cfg: Config) -> None:
         return
     for part in _PARTS:
         for path, node in walk(cfg.get(part), part):
-            name = type_name(node)
-            if name in _EXACT:
-                ours, arguments = _EXACT[name]
-                node["type"] = ours
-                for key, value in arguments.items():
-                    if value is None:
-                        node.pop(key)
-                    else:
-                        node[key] = value
-                _log(f"{path}: {name}", str(ours))
+            if type_name(node) in _EXACT:
+                _put_ours(path, node)
     optim_wrapper = cfg.optim_wrapper
     if "constructor" not in optim_wrapper and not optim_wrapper.get("paramwise_cfg"):
         ours = LazyObject("xtuner_mamba.engine", "MambaOptimWrapperConstructor")
         optim_wrapper["constructor"] = ours
         _log("optim_wrapper.constructor: none", str(ours))
+
+
+def build_exactly(model: ConfigDict) -> None:
+    """Put our model in the place of XTuner's, in all that :func:`train_exactly` does so.
+
+    Args:
+        model: What is about to be built, a model or a part of one.
+    """
+    if type_name(model) not in _EXACT_MODELS or not model.get("use_varlen_attn"):
+        return
+    try:
+        covered = is_covered(model)
+    except ConfigError:
+        # it was trained elsewhere: XTuner says what is missing here
+        return
+    if covered:
+        _put_ours("model", model)
 
 
 def fit_cpu(cfg: Config, args: argparse.Namespace) -> None:
@@ -95,6 +106,18 @@ def fit_cpu(cfg: Config, args: argparse.Namespace) -> None:
             find_unused_parameters=cfg.get("find_unused_parameters", False),
         )
         _log("model_wrapper_cfg: of a GPU", "of the CPU")
+
+
+def _put_ours(path: str, node: dict) -> None:
+    name = type_name(node)
+    ours, arguments = _EXACT[name]
+    node["type"] = ours
+    for key, value in arguments.items():
+        if value is None:
+            node.pop(key)
+        else:
+            node[key] = value
+    _log(f"{path}: {name}", str(ours))
 
 
 def _log(before: str, after: str) -> None:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import torch
 from mmengine import print_log
 from torch import Tensor, nn
-from transformers import MambaModel
 from xtuner.model.reward import RewardModel
 from xtuner.registry import BUILDER
 
@@ -14,6 +13,11 @@ from xtuner_mamba.layout import current_layout, current_mean_targets
 from xtuner_mamba.model.dispatch import dispatch_packed
 from xtuner_mamba.model.lora import default_targets, dtypes_kept
 from xtuner_mamba.model.preference_loss import pairs_of
+from xtuner_mamba.model.reward_saving import (
+    can_save_reward_model,
+    has_sequence_classification,
+    sequence_classification,
+)
 from xtuner_mamba.model.sft import (
     autocast_to,
     check_autocast_dtype,
@@ -121,7 +125,9 @@ class PackedRewardModel(RewardModel):
     def to_hf(
         self, cfg: dict, save_dir: str, fp32: bool = False, save_pretrained_kwargs=None, **kwargs
     ) -> None:
-        """Save a model that ``AutoModelForSequenceClassification`` loads with remote code.
+        """Save a model that ``AutoModelForSequenceClassification`` loads.
+
+        A Mamba is saved with code beside the weights; models of code from the Hub, as XTuner does.
 
         Args:
             cfg: What the model was built from.
@@ -134,21 +140,23 @@ class PackedRewardModel(RewardModel):
             ValueError: There is no class that holds the model and its head.
         """
         llm = self.llm.merge_and_unload() if self.use_lora else self.llm
-        if not isinstance(llm, MambaModel):
+        if not can_save_reward_model(llm):
             raise ValueError(
-                f"llm must be a MambaModel to be saved with its head, got {type(llm).__name__}; "
-                "the weights are in the checkpoint, under llm and v_head"
+                "llm must have a class for sequence classification to be saved with its head, got "
+                f"{type(llm).__name__}; the weights are in the checkpoint, under llm and v_head"
             )
-        from xtuner_mamba.model.modeling_mamba_reward import MambaForSequenceClassification
-
-        MambaForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+        save_pretrained_kwargs = save_pretrained_kwargs or {}
+        if not has_sequence_classification(llm):
+            self.llm = llm
+            super().to_hf(cfg, save_dir, fp32, save_pretrained_kwargs, **kwargs)
+            return
         config = llm.config
         config.num_labels, config.use_cache = 1, True
-        model = MambaForSequenceClassification(config)
-        model.backbone.load_state_dict(llm.state_dict())
+        model = sequence_classification(config)
+        model.base_model.load_state_dict(llm.state_dict())
         model.score.load_state_dict(self.v_head.state_dict())
         if not fp32:
             model.half()
         print_log(f"Saving tokenizer and reward model to {save_dir}", "current")
         BUILDER.build(cfg.tokenizer).save_pretrained(save_dir)
-        model.save_pretrained(save_dir, **(save_pretrained_kwargs or {}))
+        model.save_pretrained(save_dir, **save_pretrained_kwargs)
