@@ -91,6 +91,24 @@ def test_shares_of_tokens_are_what_the_sampler_draws(sampling):
     np.testing.assert_allclose(drawn / drawn.sum(), expected, rtol=0.05)
 
 
+@pytest.mark.parametrize("batch_sizes", [None, [9, 3]])
+def test_shares_of_buckets_that_fill_no_batch(batch_sizes):
+    draw = np.random.default_rng(0)
+    # two documents where a batch could have 250
+    lengths = np.concatenate([draw.integers(30, 60, 2), draw.integers(1025, 2049, 60)])
+    settings = dict(boundaries=[64, 2048], tokens_per_batch=16_000, batch_sizes=batch_sizes)
+    sampler = BucketBatchSampler(lengths, **settings, seed=0, sampling="sqrt_tokens")
+    drawn = np.zeros(2)
+    for epoch in range(400):
+        sampler.set_epoch(epoch)
+        for batch in sampler:
+            drawn[int(lengths[batch[0]] > 64)] += lengths[batch].sum()
+    report = analyse_lengths(lengths, 2048, **settings)
+    assert [bucket.batch_size for bucket in report.buckets] == (batch_sizes or [250, 7])
+    shares = [bucket.sqrt_tokens for bucket in report.buckets]
+    np.testing.assert_allclose(shares, drawn / drawn.sum(), rtol=0.05)
+
+
 def test_boundaries_that_hold_not_all_are_refused():
     with pytest.raises(ValueError, match="got 8 for 9 tokens in document 1"):
         analyse_lengths([3, 9], max_length=16, boundaries=[4, 8])

@@ -131,7 +131,8 @@ class BucketBatchSampler(Sampler[list[int]]):
         rng = np.random.default_rng((self.seed, epoch if self.shuffle else 0))
         num_steps = self._num_steps
         if self.sampling == "sqrt_tokens":
-            num_steps = self._share_steps(rng)
+            tokens = [self.lengths[members].sum() for members in self._members]
+            num_steps = share_steps(self._num_steps, np.array(tokens), rng.random())
         documents, sizes, steps = [], [], []
         for bucket in np.flatnonzero(num_steps):
             first = sum(map(len, sizes)) // self.num_replicas
@@ -169,19 +170,6 @@ class BucketBatchSampler(Sampler[list[int]]):
             rng.permutation(one_round) if self.shuffle else np.arange(one_round) for _ in rounds
         ]
         return np.concatenate([r * one_round + order[r] for r in rounds])[:wanted]
-
-    def _share_steps(self, rng: np.random.Generator) -> np.ndarray:
-        """Return the steps of each bucket, right to a step, int64, ``(num_buckets,)``."""
-        exposed = self._num_steps > 0
-        tokens = np.array([self.lengths[members].sum() for members in self._members])
-        weights = sqrt_token_weights(tokens * exposed)
-        ends = weights.cumsum() * len(self)
-        ends[exposed.nonzero()[0][-1] :] = len(self)
-        counts = np.diff(np.floor(ends + rng.random()).astype(np.int64), prepend=0)
-        for bucket in np.flatnonzero(exposed & (counts == 0)):
-            counts[counts.argmax()] -= 1
-            counts[bucket] = 1
-        return counts
 
     def _order_steps(self, counts: list[int], rng: np.random.Generator) -> np.ndarray:
         if self.sampling == "stratified":
@@ -258,6 +246,31 @@ def sqrt_token_weights(tokens: np.ndarray) -> np.ndarray:
     """
     roots = np.sqrt(tokens)
     return roots / roots.sum()
+
+
+def share_steps(num_steps: np.ndarray, tokens: np.ndarray, offset: float) -> np.ndarray:
+    """Share the steps of an epoch among buckets by the square root of their tokens.
+
+    >>> share_steps(np.array([1, 5]), np.array([100, 400]), offset=0.5).tolist()
+    [2, 4]
+
+    Args:
+        num_steps: Steps that show each document of a bucket once, ``(num_buckets,)``; a bucket
+            with none gets none, any other one at least 1.
+        tokens: Tokens of each bucket, ``(num_buckets,)``.
+        offset: In ``[0, 1)``; uniform ones give each bucket its share on average.
+
+    Returns:
+        Steps of each bucket, as many in all, int64, ``(num_buckets,)``.
+    """
+    exposed, total = num_steps > 0, num_steps.sum()
+    ends = sqrt_token_weights(tokens * exposed).cumsum() * total
+    ends[exposed.nonzero()[0][-1] :] = total
+    counts = np.diff(np.floor(ends + offset).astype(np.int64), prepend=0)
+    for bucket in np.flatnonzero(exposed & (counts == 0)):
+        counts[counts.argmax()] -= 1
+        counts[bucket] = 1
+    return counts
 
 
 def check_boundaries(boundaries: Sequence[int]) -> np.ndarray:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from xtuner_mamba.dataset.batch_sizes import choose_batch_sizes
 from xtuner_mamba.dataset.boundaries import optimal_boundaries, padding_share, powers_of_two
-from xtuner_mamba.dataset.buckets import assign_buckets, check_boundaries, sqrt_token_weights
+from xtuner_mamba.dataset.buckets import assign_buckets, check_boundaries, share_steps
 from xtuner_mamba.dataset.plan import cut_pieces, plan_best_fit
 from xtuner_mamba.dataset.report import padding_of_batches
 from xtuner_mamba.dataset.token_budget import fill_batches
@@ -26,6 +27,8 @@ _MAX_BUCKETS = 8
 _NUM_BINS = 40
 # documents that TokenBudgetBatchSampler chooses from
 _WINDOW = 2048
+# epochs whose mean is what the buckets get of the steps
+_NUM_EPOCHS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,7 @@ class Bucket:
     natural: float
     """Share of the tokens trained on, if every document comes once."""
     sqrt_tokens: float
-    """The same, if buckets are drawn by the square root of their tokens."""
+    """The same, if ``sampling="sqrt_tokens"`` draws the steps of an epoch, on one device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,7 @@ def analyse_lengths(
     *,
     boundaries: Sequence[int] | None = None,
     tokens_per_batch: int = 16_000,
+    batch_sizes: Sequence[int] | str | None = None,
 ) -> LengthReport:
     """Compare the ways to batch documents of these lengths.
 
@@ -103,9 +107,11 @@ def analyse_lengths(
         max_length: The longest row. Documents beyond are split, where a scheme does not say else.
         boundaries: The user's own.
         tokens_per_batch: Places of a batch of a bucket.
+        batch_sizes: Documents of a batch of each of the user's buckets, as ``BucketBatchSampler``
+            takes them.
 
     Raises:
-        ValueError: There is no document, or the boundaries hold not all.
+        ValueError: There is no document, the boundaries hold not all, or have other batch sizes.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     pieces = cut_pieces(lengths, max_length).lengths
@@ -152,28 +158,29 @@ def analyse_lengths(
         long_documents=int(long.sum()),
         long_tokens=int(lengths[long].sum()),
         schemes=schemes,
-        buckets=describe_buckets(pieces, np.array(shown), tokens_per_batch),
+        buckets=describe_buckets(
+            pieces,
+            np.array(shown),
+            choose_batch_sizes(np.array(shown), tokens_per_batch, batch_sizes),
+        ),
     )
 
 
 def describe_buckets(
-    lengths: np.ndarray, boundaries: np.ndarray, tokens_per_batch: int
+    lengths: np.ndarray, boundaries: np.ndarray, batch_sizes: np.ndarray
 ) -> list[Bucket]:
     """Return what each bucket holds; those without a document are left out.
 
     Args:
         lengths: Tokens of each document, ``(num_documents,)``.
         boundaries: ``(num_buckets,)``.
-        tokens_per_batch: Places of a batch.
+        batch_sizes: Documents of a full batch, ``(num_buckets,)``.
     """
     index = assign_buckets(lengths, boundaries)
     counts = np.bincount(index, minlength=len(boundaries))
     tokens = np.bincount(index, lengths, minlength=len(boundaries))
-    natural, drawn = tokens / tokens.sum(), sqrt_token_weights(tokens)
-    batch_sizes = np.maximum(tokens_per_batch // boundaries, 1)
-    # batches of a bucket hold that many tokens on average
-    exposed = drawn * batch_sizes * tokens / counts.clip(1)
-    exposed /= exposed.sum()
+    natural = tokens / tokens.sum()
+    exposed = _sqrt_token_shares(tokens, -(-counts // batch_sizes))
     return [
         Bucket(
             boundary=int(boundaries[b]),
@@ -186,6 +193,15 @@ def describe_buckets(
         )
         for b in np.flatnonzero(counts)
     ]
+
+
+def _sqrt_token_shares(tokens: np.ndarray, num_steps: np.ndarray) -> np.ndarray:
+    """Return the share of the tokens that a sampler of square roots shows of each bucket."""
+    offsets = (np.arange(_NUM_EPOCHS) + 0.5) / _NUM_EPOCHS
+    drawn = np.mean([share_steps(num_steps, tokens, offset) for offset in offsets], axis=0)
+    # batches of a bucket differ by a document at most, so that many tokens are in each on average
+    exposed = drawn * tokens / num_steps.clip(1)
+    return exposed / exposed.sum()
 
 
 def choose_bucket_count(paddings: Sequence[float], least_gain: float = 0.03) -> int:
