@@ -36,20 +36,23 @@ def mamba2_token_by_token(mixer: nn.Module, hidden_states: Tensor, **_: object) 
             decay = torch.exp(-step[head] * torch.exp(weight["A_log"][head]))
             states[head] = decay * states[head] + step[head] * torch.outer(x[head], B[group])
             y.append(states[head] @ C[group] + D[head] * x[head])
-        y = _gate_and_norm(mixer, torch.cat(y), z, weight.get("norm.weight"))
+        y = _gate_and_norm(mixer, torch.cat(y), z, weight.get("norm.weight"), dim // ngroups)
         out.append(weight["out_proj.weight"] @ torch.cat([_silu(gate) * gated, y]))
     return torch.stack(out)[None]
 
 
-def _gate_and_norm(mixer: nn.Module, y: Tensor, z: Tensor, weight: Tensor | None) -> Tensor:
+def _gate_and_norm(
+    mixer: nn.Module, y: Tensor, z: Tensor, weight: Tensor | None, group_size: int
+) -> Tensor:
     if weight is None:
         return y * _silu(z)
     eps = _first(mixer.norm, "eps", "variance_epsilon")
     norms_first = getattr(mixer.norm, "norm_before_gate", False)
-    groups = len(y) // (getattr(mixer.norm, "group_size", None) or len(y))
+    # a norm of mamba_ssm knows it, one of transformers does not
+    group_size = getattr(mixer.norm, "group_size", group_size)
     if not norms_first:
         y = y * _silu(z)
-    parts = [part / torch.sqrt((part**2).mean() + eps) for part in y.chunk(groups)]
+    parts = [part / torch.sqrt((part**2).mean() + eps) for part in y.split(group_size)]
     y = torch.cat(parts) * weight
     return y * _silu(z) if norms_first else y
 

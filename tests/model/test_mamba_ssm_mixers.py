@@ -4,13 +4,16 @@ The package needs a GPU to be imported. Elsewhere modules stand in for its own t
 names, parameters and settings, but no forward.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from family_proof import InFloat64
 from mixer_oracles import mamba2_token_by_token
 from torch import nn
-from transformers import MambaConfig
+from transformers import Mamba2Config, MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.model import dispatch_packed
@@ -144,6 +147,20 @@ def test_mamba2_is_the_recurrence(settings):
     assert_packed_equals(mixer, lambda document: mamba2_token_by_token(mixer, document))
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_the_mixer_of_transformers_computes_what_mamba_ssm_does_with_its_weights(groups):
+    torch.manual_seed(0)
+    source = Mamba2(ngroups=groups).double()
+    config = Mamba2Config(
+        hidden_size=HIDDEN, state_size=5, num_heads=4, head_dim=8, n_groups=groups
+    )
+    mixer = Mamba2Mixer(config, layer_idx=0).double()
+    mixer.load_state_dict(source.state_dict())
+    source.forward = partial(mamba2_token_by_token, source)
+    assert dispatch_packed(mixer).counts == {"Mamba2Mixer": 1}
+    assert_packed_equals(mixer, source)
+
+
 @pytest.mark.parametrize("build", [Mamba, Mamba2])
 def test_generation_is_theirs(build):
     mixer = build().double()
@@ -155,12 +172,15 @@ def test_generation_is_theirs(build):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="mamba_ssm needs a GPU")
-@pytest.mark.parametrize("path", ["mamba_simple.Mamba", "mamba2.Mamba2"])
-def test_mamba_ssm_itself(path):
+@pytest.mark.parametrize(
+    ("path", "settings"),
+    [("mamba_simple.Mamba", {}), ("mamba2.Mamba2", {}), ("mamba2.Mamba2", dict(ngroups=2))],
+)
+def test_mamba_ssm_itself(path, settings):
     module, name = path.split(".")
     build = getattr(pytest.importorskip(f"mamba_ssm.modules.{module}"), name)
     torch.manual_seed(0)
-    mixer = build(128).cuda()
+    mixer = build(128, **settings).cuda()
     x = torch.randn(1, LAYOUT.total, 128, device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
         alone = torch.cat([mixer(document) for document in x.split(LENGTHS, dim=1)], dim=1)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from mmengine import print_log
 from torch import nn
 
-from xtuner_mamba.model.dispatch import DISPATCH_TABLE, token_mixers
+from xtuner_mamba.model.dispatch import is_dispatched, token_mixers
 
 # models of which PEFT 0.21 takes no out_proj
 _REFUSED = ("mamba", "mamba2", "falcon_mamba")
@@ -42,12 +42,12 @@ def dtypes_kept(llm: nn.Module) -> Iterator[None]:
 def calls_out_proj(model: nn.Module) -> bool:
     """Tell whether every mixer with an ``out_proj`` has a dispatched forward, which calls it."""
     mixers = [
-        (name, mixer)
-        for name, found in token_mixers(model).items()
+        mixer
+        for found in token_mixers(model).values()
         for mixer in found
         if hasattr(mixer, "out_proj")
     ]
-    return bool(mixers) and all(_is_dispatched(name, mixer) for name, mixer in mixers)
+    return bool(mixers) and all(is_dispatched(mixer) for mixer in mixers)
 
 
 def untie_head(model: nn.Module) -> None:
@@ -60,10 +60,3 @@ def untie_head(model: nn.Module) -> None:
         weight = head.weight
         if weight is embeddings.base_layer.weight:
             head.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
-
-
-def _is_dispatched(name: str, mixer: nn.Module) -> bool:
-    forward = getattr(mixer.__dict__.get("forward"), "func", None)
-    return forward is not None and DISPATCH_TABLE.get(name) == (
-        f"{forward.__module__}:{forward.__name__}"
-    )

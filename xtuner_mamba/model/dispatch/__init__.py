@@ -2,7 +2,8 @@ from xtuner_mamba.model.dispatch.table import (
     DISPATCH_TABLE,
     Dispatched,
     dispatch_packed,
+    is_dispatched,
     token_mixers,
 )
 
-__all__ = ["DISPATCH_TABLE", "Dispatched", "dispatch_packed", "token_mixers"]
+__all__ = ["DISPATCH_TABLE", "Dispatched", "dispatch_packed", "is_dispatched", "token_mixers"]

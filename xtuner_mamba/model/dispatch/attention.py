@@ -17,6 +17,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import apply_rotary_pos_em
 
 from xtuner_mamba.layout import current_layout
 from xtuner_mamba.model.dispatch.cached_rows import refuse_cache_with_packs
+from xtuner_mamba.model.dispatch.class_name import original_class
 from xtuner_mamba.model.dispatch.mamba import layout_of
 from xtuner_mamba.ops import attention
 
@@ -199,7 +200,7 @@ def check_attention(layer: nn.Module) -> None:
     Raises:
         RuntimeError: It is other code of the same name, or it drops weights.
     """
-    own = type(layer)
+    own = original_class(layer)
     is_newer = "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(own.forward).__code__.co_names
     if not is_newer and not own.__module__.startswith("transformers.models."):
         raise RuntimeError(

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from xtuner_mamba.layout import current_layout
 from xtuner_mamba.model.dispatch.attention import packed_attention
 from xtuner_mamba.model.dispatch.cached_rows import refuse_cache_with_packs
+from xtuner_mamba.model.dispatch.class_name import class_name
 from xtuner_mamba.model.dispatch.mamba import layout_of
 
 
@@ -75,7 +76,7 @@ def check_attention(layer: nn.Module) -> None:
     Raises:
         RuntimeError: It is of another time, or split for tensor parallelism.
     """
-    name = type(layer).__name__
+    name = class_name(layer)
     wanted = "position_ids" if name.startswith("InternLM2") else "seq_len"
     arguments = list(inspect.signature(layer.rotary_emb.forward).parameters)
     if wanted not in arguments:

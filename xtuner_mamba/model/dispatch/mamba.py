@@ -31,22 +31,24 @@ def mamba_mixer_forward(
     cache_position: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
+    family: str,
     recompute: bool | None = False,
     checkpointed_by: Sequence[nn.Module] = (),
 ) -> Tensor:
     """Mix the tokens of every document on its own, ``(batch, seqlen, hidden)`` in and out.
 
     Without a cache the published layout says where documents start; with one (generation) every
-    row is a document that the cache continues. ``recompute`` and ``checkpointed_by`` are bound by
-    ``dispatch_packed``.
+    row is a document that the cache continues. ``family``, the class that the mixer was built
+    from, ``recompute`` and ``checkpointed_by`` are bound by ``dispatch_packed``.
 
     Raises:
         RuntimeError: No layout, one of another batch, or both a layout and a cache.
     """
+    mix = partial(_mix, family=family)
     if cache_params is not None:
         rows = CachedRows(self, cache_params, cache_position, attention_mask)
-        return _mix(self, self.in_proj(hidden_states), rows=rows)
-    return mix_documents(_mix, self, hidden_states, attention_mask, recompute, checkpointed_by)
+        return mix(self, self.in_proj(hidden_states), rows=rows)
+    return mix_documents(mix, self, hidden_states, attention_mask, recompute, checkpointed_by)
 
 
 def mamba_ssm_mixer_forward(
@@ -183,30 +185,47 @@ def _recomputes(
 # -- Mamba-1 --------------------------------------------------------------------------------------
 
 
+class _Head(NamedTuple):
+    """What the scan of a head's channels takes besides x and z, under the scan's names."""
+
+    dt: Tensor
+    B: Tensor
+    C: Tensor
+    dt_bias: Tensor | None
+    A_log: Tensor
+    D: Tensor
+
+
 def _mix(
     self: nn.Module,
     xz: Tensor,
     *,
+    family: str,
     cu_seqlens: Tensor | None = None,
     rows: Rows | None = None,
 ) -> Tensor:
-    x, z = _split(self, xz)
+    if family == "ZambaMambaMixer":
+        # channel by channel, the one next to the other
+        x, z = xz.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        x, z = xz.chunk(2, dim=-1)
     x = convolve(self, x, cu_seqlens=cu_seqlens, rows=rows)
-    return self.out_proj(_scan(self, x, z, cu_seqlens=cu_seqlens, rows=rows))
+    heads = _zamba_heads(self, x) if family == "ZambaMambaMixer" else [_head(self, x, family)]
+    return self.out_proj(_scan(self, heads, x, z, cu_seqlens=cu_seqlens, rows=rows))
 
 
 def _scan(
     self: nn.Module,
+    heads: list[_Head],
     x: Tensor,
     z: Tensor,
     *,
     cu_seqlens: Tensor | None,
     rows: Rows | None,
 ) -> Tensor:
-    """Input-dependent dt, B and C, then the recurrence and the gate, head by head."""
+    """Run the recurrence and the gate, head by head."""
     silu = self.activation in ("silu", "swish")
     state_dtype = torch.promote_types(x.dtype, torch.float32)
-    heads = _heads(self, x)
     x_heads, z_heads = (t.chunk(len(heads), dim=-1) for t in (x, z))
     states = None if rows is None else rows.initial_ssm_states()
     if states is None:
@@ -240,39 +259,22 @@ def _scan(
     return y if silu else y * self.act(z)
 
 
-class _Head(NamedTuple):
-    """What the scan of a head's channels takes besides x and z, under the scan's names."""
-
-    dt: Tensor
-    B: Tensor
-    C: Tensor
-    dt_bias: Tensor | None
-    A_log: Tensor
-    D: Tensor
-
-
-def _split(self: nn.Module, xz: Tensor) -> tuple[Tensor, Tensor]:
-    """Split what ``in_proj`` made into the scan's input and its gate."""
-    if type(self).__name__ == "ZambaMambaMixer":
-        # channel by channel, the one next to the other
-        return xz.unflatten(-1, (-1, 2)).unbind(-1)
-    return xz.chunk(2, dim=-1)
+def _zamba_heads(self: nn.Module, x: Tensor) -> list[_Head]:
+    heads = []
+    weights = self.x_proj_weight, self.dt_proj_weight, self.dt_proj_bias, self.A_log, self.D
+    for x_head, x_proj, dt_proj, dt_bias, A_log, D in zip(
+        x.chunk(self.n_mamba_heads, dim=-1), *weights
+    ):
+        dt, B, C = _split_selection(F.linear(x_head, x_proj), A_log.shape[-1])
+        heads.append(_Head(F.linear(dt, dt_proj), B, C, dt_bias, A_log, D))
+    return heads
 
 
-def _heads(self: nn.Module, x: Tensor) -> list[_Head]:
-    dstate = self.A_log.shape[-1]
-    if type(self).__name__ == "ZambaMambaMixer":
-        heads = []
-        weights = self.x_proj_weight, self.dt_proj_weight, self.dt_proj_bias, self.A_log, self.D
-        for x_head, x_proj, dt_proj, dt_bias, A_log, D in zip(
-            x.chunk(self.n_mamba_heads, dim=-1), *weights
-        ):
-            dt, B, C = _split_selection(F.linear(x_head, x_proj), dstate)
-            heads.append(_Head(F.linear(dt, dt_proj), B, C, dt_bias, A_log, D))
-        return heads
-    dt, B, C = _norm_selection(self, *_split_selection(self.x_proj(x), dstate))
+def _head(self: nn.Module, x: Tensor, family: str) -> _Head:
+    selection = _split_selection(self.x_proj(x), self.A_log.shape[-1])
+    dt, B, C = _norm_selection(self, family, *selection)
     dt, dt_bias = _project_without_bias(self.dt_proj, dt)
-    return [_Head(dt, B, C, dt_bias, self.A_log, self.D)]
+    return _Head(dt, B, C, dt_bias, self.A_log, self.D)
 
 
 def _split_selection(selection: Tensor, dstate: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,13 +282,13 @@ def _split_selection(selection: Tensor, dstate: int) -> tuple[Tensor, Tensor, Te
 
 
 def _norm_selection(
-    self: nn.Module, dt: Tensor, B: Tensor, C: Tensor
+    self: nn.Module, family: str, dt: Tensor, B: Tensor, C: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm what depends on the input, where a family does."""
-    if type(self).__name__ == "FalconMambaMixer":
+    if family == "FalconMambaMixer":
         # without a weight to learn
         weighted = ((t, t.new_ones(t.shape[-1]), self.rms_eps) for t in (dt, B, C))
-    elif type(self).__name__ == "JambaMambaMixer":
+    elif family == "JambaMambaMixer":
         norms = self.dt_layernorm, self.b_layernorm, self.c_layernorm
         weighted = ((t, norm.weight, norm.variance_epsilon) for t, norm in zip((dt, B, C), norms))
     else:

@@ -6,6 +6,7 @@ layer in their place acts.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,22 +25,24 @@ def mamba2_mixer_forward(
     cache_position: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
+    family: str,
     recompute: bool | None = False,
     checkpointed_by: Sequence[nn.Module] = (),
 ) -> Tensor:
     """Mix the tokens of every document on its own, ``(batch, seqlen, hidden)`` in and out.
 
     Without a cache the published layout says where documents start; with one (generation) every
-    row is a document that the cache continues. ``recompute`` and ``checkpointed_by`` are bound by
-    ``dispatch_packed``.
+    row is a document that the cache continues. ``family``, the class that the mixer was built
+    from, ``recompute`` and ``checkpointed_by`` are bound by ``dispatch_packed``.
 
     Raises:
         RuntimeError: No layout, one of another batch, or both a layout and a cache.
     """
+    mix = partial(_mix, family=family)
     if cache_params is not None:
         rows = CachedRows(self, cache_params, cache_position, attention_mask)
-        return _mix(self, self.in_proj(rows.mask(hidden_states)), rows=rows)
-    return mix_documents(_mix, self, hidden_states, attention_mask, recompute, checkpointed_by)
+        return mix(self, self.in_proj(rows.mask(hidden_states)), rows=rows)
+    return mix_documents(mix, self, hidden_states, attention_mask, recompute, checkpointed_by)
 
 
 def mamba2_ssm_mixer_forward(
@@ -55,48 +58,70 @@ def mamba2_ssm_mixer_forward(
     return type(self).forward(self, u, inference_params=inference_params)
 
 
-class _Sizes(NamedTuple):
+class _Settings(NamedTuple):
+    """What the families call by different names."""
+
     dim: int
     headdim: int
     ngroups: int
     dstate: int
     dt_limit: tuple[float, float]
+    norm_eps: float | None
+    norm_before_gate: bool
 
 
-def _sizes(self: nn.Module) -> _Sizes:
-    if type(self).__name__ == "Mamba2":
-        return _Sizes(self.d_ssm, self.headdim, self.ngroups, self.d_state, self.dt_limit)
-    dim = self.num_heads * self.head_dim
-    return _Sizes(dim, self.head_dim, self.n_groups, self.ssm_state_size, self.time_step_limit)
+def _settings(self: nn.Module, family: str) -> _Settings:
+    if family == "Mamba2":
+        return _Settings(
+            self.d_ssm,
+            self.headdim,
+            self.ngroups,
+            self.d_state,
+            self.dt_limit,
+            # there may be no norm
+            self.norm.eps if self.rmsnorm else None,
+            self.norm_before_gate,
+        )
+    return _Settings(
+        self.num_heads * self.head_dim,
+        self.head_dim,
+        self.n_groups,
+        self.ssm_state_size,
+        self.time_step_limit,
+        self.norm.variance_epsilon,
+        norm_before_gate=False,
+    )
 
 
 def _mix(
     self: nn.Module,
     projected: Tensor,
     *,
+    family: str,
     cu_seqlens: Tensor | None = None,
     rows: Rows | None = None,
 ) -> Tensor:
-    size = _sizes(self)
-    nheads, conv_dim = size.dim // size.headdim, size.dim + 2 * size.ngroups * size.dstate
+    settings = _settings(self, family)
+    nheads = settings.dim // settings.headdim
+    conv_dim = settings.dim + 2 * settings.ngroups * settings.dstate
     # mamba_ssm may leave some channels to a gate alone
-    gated_dim = (projected.shape[-1] - size.dim - conv_dim - nheads) // 2
+    gated_dim = (projected.shape[-1] - settings.dim - conv_dim - nheads) // 2
     gate, gated, z, xBC, dt = projected.split(
-        [gated_dim, gated_dim, size.dim, conv_dim, nheads], dim=-1
+        [gated_dim, gated_dim, settings.dim, conv_dim, nheads], dim=-1
     )
     xBC = convolve(self, xBC, cu_seqlens=cu_seqlens, rows=rows)
-    x, B, C = xBC.split([size.dim, *2 * [size.ngroups * size.dstate]], dim=-1)
+    x, B, C = xBC.split([settings.dim, *2 * [settings.ngroups * settings.dstate]], dim=-1)
     y = ssd(
-        x.unflatten(-1, (nheads, size.headdim)),
+        x.unflatten(-1, (nheads, settings.headdim)),
         dt,
         -torch.exp(self.A_log.to(torch.promote_types(x.dtype, torch.float32))),
-        B.unflatten(-1, (size.ngroups, size.dstate)),
-        C.unflatten(-1, (size.ngroups, size.dstate)),
+        B.unflatten(-1, (settings.ngroups, settings.dstate)),
+        C.unflatten(-1, (settings.ngroups, settings.dstate)),
         # one a head, or one a channel
-        D=self.D if len(self.D) == nheads else self.D.view(nheads, size.headdim),
+        D=self.D if len(self.D) == nheads else self.D.view(nheads, settings.headdim),
         dt_bias=self.dt_bias,
         dt_softplus=True,
-        dt_limit=tuple(size.dt_limit),
+        dt_limit=tuple(settings.dt_limit),
         cu_seqlens=cu_seqlens,
         initial_states=None if rows is None else rows.initial_ssm_states(),
         return_final_states=rows is not None,
@@ -104,25 +129,25 @@ def _mix(
     if rows is not None:
         y, final_states = y
         rows.keep_ssm_states(final_states)
-    y = _gate_and_norm(self, y.flatten(2), z)
+    y = _gate_and_norm(self, y.flatten(2), z, settings)
     if gated_dim:
         y = torch.cat([F.silu(gate) * gated, y], dim=-1)
     return self.out_proj(y)
 
 
-def _gate_and_norm(self: nn.Module, y: Tensor, z: Tensor) -> Tensor:
-    """Gate and norm ``(batch, seqlen, dim)``, rounded once."""
+def _gate_and_norm(self: nn.Module, y: Tensor, z: Tensor, settings: _Settings) -> Tensor:
+    """Gate and norm ``(batch, seqlen, dim)``, rounded once.
+
+    Each group of heads has a mean square of its own, as in mamba_ssm and in the kernel by which
+    transformers trains.
+    """
     dtype = torch.promote_types(y.dtype, torch.float32)
     wide, gate = y.to(dtype), F.silu(z.to(dtype))
-    if type(self).__name__ != "Mamba2":
-        eps, groups, norm_first = self.norm.variance_epsilon, 1, False
-    elif self.rmsnorm:
-        eps, groups, norm_first = self.norm.eps, self.ngroups, self.norm_before_gate
-    else:
+    if settings.norm_eps is None:
         return (wide * gate).to(y.dtype)
-    if not norm_first:
+    if not settings.norm_before_gate:
         wide = wide * gate
-    wide = wide.unflatten(-1, (groups, -1))
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    wide = wide.unflatten(-1, (settings.ngroups, -1))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + settings.norm_eps)
     wide = wide.flatten(2) * self.norm.weight.to(dtype)
-    return (wide * gate if norm_first else wide).to(y.dtype)
+    return (wide * gate if settings.norm_before_gate else wide).to(y.dtype)

@@ -7,8 +7,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from typing import NamedTuple
 
 from torch import nn
+
+from xtuner_mamba.model.dispatch.class_name import class_name
+from xtuner_mamba.model.dispatch.refusals import (
+    check_weights_are_here,
+    unnamed_mixers,
+    warn_of_groups,
+)
 
 DISPATCH_TABLE = {
     "MambaMixer": "xtuner_mamba.model.dispatch.mamba:mamba_mixer_forward",
@@ -82,17 +90,24 @@ FUSED_TABLE |= {
 """Class name to ``module:function``, a forward that computes the same with fused ops."""
 
 _OPTIONS_OF = {
-    "mamba_mixer_forward": ("recompute", "checkpointed_by"),
-    "mamba_ssm_mixer_forward": ("recompute", "checkpointed_by"),
-    "mamba2_mixer_forward": ("recompute", "checkpointed_by"),
-    "mamba2_ssm_mixer_forward": ("recompute", "checkpointed_by"),
+    "mamba_mixer_forward": ("family", "recompute", "checkpointed_by"),
+    "mamba_ssm_mixer_forward": ("family", "recompute", "checkpointed_by"),
+    "mamba2_mixer_forward": ("family", "recompute", "checkpointed_by"),
+    "mamba2_ssm_mixer_forward": ("family", "recompute", "checkpointed_by"),
     "mamba_block_forward": ("fuse_norm",),
     "mamba_norm_forward": ("fuse_norm",),
 }
-"""Arguments of ``dispatch_packed`` that a forward takes, by its name."""
+"""What ``dispatch_packed`` binds to a forward, by the name of it."""
 
 # transformers' names for layers that let tokens see each other
 _MIXER_NAME = re.compile(r"(Mixer|Attention|SdpaAttention|FlashAttention2)$")
+
+
+class _Replaced(NamedTuple):
+    module: nn.Module
+    slot: str
+    ours: partial
+    previous: Callable | None
 
 
 @dataclass(frozen=True)
@@ -101,24 +116,46 @@ class Dispatched:
 
     counts: dict[str, int]
     """Token mixers that had another forward before, by class name."""
-    _previous: tuple[tuple[nn.Module, Callable | None], ...]
+    _replaced: list[_Replaced]
 
     def undo(self) -> None:
-        """Give every layer the forward back that it had."""
-        for module, forward in self._previous:
-            del module.forward
-            if forward is not None:
-                module.forward = forward
+        """Give every layer the forward back that it had; a second time there is nothing to do.
+
+        Raises:
+            RuntimeError: Something was put over one of our forwards since, which would be lost.
+        """
+        for module, slot, ours, _ in self._replaced:
+            got = module.__dict__.get(slot)
+            if got is not ours:
+                raise RuntimeError(
+                    f"{slot} of {class_name(module)} must be as this dispatch_packed left it, got "
+                    f"{getattr(got, 'func', got)}; take back first what came later (of two "
+                    "dispatches undo the second one first)"
+                )
+        for module, slot, _, previous in self._replaced:
+            if previous is None:
+                delattr(module, slot)
+            else:
+                setattr(module, slot, previous)
+        self._replaced.clear()
 
 
 def token_mixers(model: nn.Module) -> dict[str, list[nn.Module]]:
     """Find the layers that let tokens see each other, by class name."""
     found: dict[str, list[nn.Module]] = {}
     for module in model.modules():
-        name = type(module).__name__
+        name = class_name(module)
         if name in DISPATCH_TABLE or _MIXER_NAME.search(name):
             found.setdefault(name, []).append(module)
     return found
+
+
+def is_dispatched(mixer: nn.Module) -> bool:
+    """Tell whether a token mixer has a forward of ours."""
+    forward = getattr(mixer.__dict__.get(_slot(mixer)), "func", None)
+    return forward is not None and (
+        f"{forward.__module__}:{forward.__name__}" in DISPATCH_TABLE.values()
+    )
 
 
 def dispatch_packed(
@@ -149,23 +186,28 @@ def dispatch_packed(
 
     Raises:
         RuntimeError: The model has no token mixer that is known here, or one that nothing keeps
-            apart, which would leak between documents; or attention that is unlike its name.
+            apart, which would leak between documents; or attention that is unlike its name; or
+            weights that accelerate has offloaded.
     """
     found = token_mixers(model)
-    leaking = sorted(set(found) - set(DISPATCH_TABLE) - set(also_covered))
+    covered = set(DISPATCH_TABLE) | set(also_covered)
+    leaking = sorted((set(found) | unnamed_mixers(model, covered | set(found))) - covered)
     if leaking:
         raise RuntimeError(
             f"every token-mixing layer of {type(model).__name__} must have a varlen path, got "
             f"none for {leaking}; they would carry one document into the next: train with "
-            f"use_varlen_attn=False, or use a model of {sorted(DISPATCH_TABLE)}"
+            f"use_varlen_attn=False, or use a model of one of the families in docs/families.md"
         )
     if not found:
         seen = sorted({type(module).__name__ for module in model.modules()})
         raise RuntimeError(
-            f"{type(model).__name__} must have a layer of {sorted(DISPATCH_TABLE)}, got only "
-            f"{seen}; nothing was dispatched, so packed documents would leak"
+            f"{type(model).__name__} must have one of the {len(DISPATCH_TABLE)} layers in "
+            f"xtuner_mamba.model.dispatch.DISPATCH_TABLE, got only {seen}; nothing was dispatched, "
+            "so packed documents would leak: use a model of one of the families in docs/families.md"
         )
     _check_attention(model)
+    check_weights_are_here(model)
+    warn_of_groups(model)
     options = {
         "fuse_norm": fuse_norm,
         "recompute": recompute,
@@ -173,20 +215,26 @@ def dispatch_packed(
             m for m in model.modules() if hasattr(m, "gradient_checkpointing")
         ),
     }
-    previous, counts = [], Counter()
+    replaced, counts = [], Counter()
     for module in model.modules():
         forward = _forward_for(module, options)
         if forward is None:
             continue
-        had = module.__dict__.get("forward")
+        slot = _slot(module)
+        had = module.__dict__.get(slot)
         is_ours = getattr(had, "func", None) is forward.func
         if is_ours and had.keywords == forward.keywords:
             continue
-        previous.append((module, had))
-        module.forward = forward
-        if type(module).__name__ in DISPATCH_TABLE and not is_ours:
-            counts[type(module).__name__] += 1
-    return Dispatched(dict(counts), tuple(previous))
+        replaced.append(_Replaced(module, slot, forward, had))
+        setattr(module, slot, forward)
+        if class_name(module) in DISPATCH_TABLE and not is_ours:
+            counts[class_name(module)] += 1
+    return Dispatched(dict(counts), replaced)
+
+
+def _slot(module: nn.Module) -> str:
+    # accelerate's hooks stand in place of the forward, and run the other one
+    return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
 def _check_attention(model: nn.Module) -> None:
@@ -194,23 +242,24 @@ def _check_attention(model: nn.Module) -> None:
     inside = {
         layer
         for decoder in model.modules()
-        if type(decoder).__name__ in DECODER_TABLE
+        if class_name(decoder) in DECODER_TABLE
         for layer in decoder.modules()
     }
     for module in model.modules():
-        name = type(module).__name__
+        name = class_name(module)
         if name not in _ATTENTION_TABLE:
             continue
         if module not in inside:
             raise RuntimeError(
-                f"every {name} must be inside one of {sorted(DECODER_TABLE)}, which tell it where "
-                f"in its document a token stands, got one outside in {type(model).__name__}"
+                f"every {name} must be inside a model of xtuner_mamba.model.dispatch.table."
+                "DECODER_TABLE, which tells it where in its document a token stands, got one "
+                f"outside in {type(model).__name__}"
             )
         import_module(_ATTENTION_TABLE[name].partition(":")[0]).check_attention(module)
 
 
 def _forward_for(module: nn.Module, options: dict[str, object]) -> partial | None:
-    name = type(module).__name__
+    name = class_name(module)
     tables = (DISPATCH_TABLE, FUSED_TABLE, DECODER_TABLE, _ROTARY_TABLE)
     path = next((table[name] for table in tables if name in table), None)
     if path is None and _is_causal_lm(module):
@@ -219,6 +268,8 @@ def _forward_for(module: nn.Module, options: dict[str, object]) -> partial | Non
         return None
     module_name, function_name = path.split(":")
     forward = getattr(import_module(module_name), function_name)
+    # by its class now, which PyTorch may change later
+    options = options | {"family": name}
     bound = {option: options[option] for option in _OPTIONS_OF.get(function_name, ())}
     # not a method, which would be pickled by a name that the class does not have
     bound_forward = partial(forward, module, **bound)
@@ -231,5 +282,5 @@ def _forward_for(module: nn.Module, options: dict[str, object]) -> partial | Non
 def _is_causal_lm(module: nn.Module) -> bool:
     """Tell language models with layers of ours from those that XTuner alone keeps apart."""
     return any(base.__name__.endswith("ForCausalLM") for base in type(module).__mro__) and any(
-        type(layer).__name__ in DISPATCH_TABLE for layer in module.modules()
+        class_name(layer) in DISPATCH_TABLE for layer in module.modules()
     )
