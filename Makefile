@@ -21,8 +21,10 @@ endif
 demo: $(INSTALLED)
 	$(PYTHON) tools/run_demo.py $(ARGS)
 
+# a file's tests share what they have trained, so a process takes whole files
+test: export OMP_NUM_THREADS ?= 1
 test: $(INSTALLED_DEV)
-	$(PYTHON) -m pytest -q $(ARGS)
+	$(PYTHON) -m pytest -q -n auto --dist loadfile $(ARGS)
 
 lint: $(INSTALLED_DEV)
 	$(PYTHON) -m ruff check .
@@ -31,6 +33,7 @@ lint: $(INSTALLED_DEV)
 bench: $(INSTALLED_DEV)
 	$(PYTHON) benchmarks/bench_cpu_scan.py
 	$(PYTHON) benchmarks/bench_planning.py
+	$(PYTHON) benchmarks/bench_lengths.py
 	if $(PYTHON) -c "import torch; raise SystemExit(not torch.cuda.is_available())"; \
 	then $(PYTHON) benchmarks/bench_kernels.py; fi
 

@@ -35,3 +35,14 @@ def _nan_in_empty_tensors(monkeypatch):
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_layout():
+    """Keep a layout that a test has published from the next one."""
+    from xtuner_mamba.layout import current_layout, withdraw_layout
+
+    yield
+    layout = current_layout()
+    withdraw_layout()
+    assert layout is None, f"a test must withdraw what it published, got {layout} left"

@@ -21,7 +21,7 @@ from xtuner.engine.runner import TrainLoop
 from xtuner_mamba.engine import TokenAccumulationOptimWrapper, TokenStepLoop
 from xtuner_mamba.engine.hooks import PackedLayoutHook
 from xtuner_mamba.engine.step_windows import TokenWindows
-from xtuner_mamba.layout import PackedLayout
+from xtuner_mamba.layout import PackedLayout, withdraw_layout
 from xtuner_mamba.model import PackedSupervisedFinetune
 
 VOCAB = 30
@@ -232,6 +232,8 @@ def test_arguments_that_cannot_be_met_are_refused(options, message):
 def test_parts_that_do_not_fit_are_refused(tmp_path, changes, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         make_runner(tmp_path, **changes).train()
+    # a step that fails does not come to the hook that withdraws
+    withdraw_layout()
 
 
 def test_an_epoch_without_targets_is_refused():
