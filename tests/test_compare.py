@@ -100,10 +100,9 @@ def test_documents_are_enough_for_the_steps(monkeypatch, sample):
     cfg = read_config(write_config(max_length=64))
     documents = choose_documents(cfg, read_settings(cfg), steps=4)
     train, held_out = documents.train["input_ids"][:], documents.held_out["input_ids"][:]
-    assert max(map(len, train + held_out)) <= 64
+    assert max(map(len, train)) <= 64
     targets = sum(map(targets_of, documents.train["labels"][:]))
     assert 0 <= targets - 4 * documents.tokens_per_step < 64
-    assert len(held_out) == len(train) // 4
     # the boundaries hold what is trained on
     assert documents.boundaries[-1] == max(map(len, train))
     assert documents.boundaries == sorted(set(documents.boundaries))
@@ -120,14 +119,42 @@ def test_documents_are_enough_for_the_steps(monkeypatch, sample):
     assert documents.tokens_per_step == wanted
     # none is drawn twice
     left = [ids for ids, _ in pieces]
-    for row in train + held_out:
+    for row in train:
         left.remove(row)
+
+
+def test_held_out_documents_are_whole_and_nothing_of_them_is_trained_on():
+    # every label tells the document, every token its place
+    lengths = [20 + 7 * number for number in range(40)]
+    rows = [dict(input_ids=[*range(n)], labels=[i] * n) for i, n in enumerate(lengths)]
+    Path("demo/corpus/some.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    cfg = read_config(write_config(max_length=64))
+    documents = choose_documents(cfg, read_settings(cfg), steps=12)
+    train = {row["labels"][0] for row in documents.train}
+    held_out = {row["labels"][0] for row in documents.held_out}
+    assert len(documents.train) > 2 * len(train)
+    assert train.isdisjoint(held_out)
+    assert len(held_out) == len(documents.held_out) == len(train) // 4 > 1
+    for row in documents.held_out:
+        assert row in rows
+    assert max(map(len, documents.held_out["input_ids"])) > 64
+
+
+@pytest.mark.parametrize("lengths", [[100, 100], [2, 500], [500, 2]])
+def test_of_two_documents_one_is_held_out(lengths):
+    rows = [dict(input_ids=[*range(n)], labels=[i] * n) for i, n in enumerate(lengths)]
+    Path("demo/corpus/some.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    cfg = read_config(write_config(max_length=64))
+    documents = choose_documents(cfg, read_settings(cfg), steps=4)
+    (held_out,) = documents.held_out
+    assert held_out in rows
+    assert {row["labels"][0] for row in documents.train} == {1 - held_out["labels"][0]}
 
 
 def test_all_documents_where_there_are_few():
     cfg = read_config(write_config(max_length=2048, appended="train_dataset['seed'] = 1"))
     documents = choose_documents(cfg, read_settings(cfg), steps=100)
-    assert len(documents.train) + len(documents.held_out) == 60
+    assert 54 < len(documents.train) + len(documents.held_out) <= 60
     cfg = read_config(write_config(appended="train_dataset['max_dataset_length'] = 10"))
     documents = choose_documents(cfg, read_settings(cfg), steps=100)
     assert len(documents.train) + len(documents.held_out) == 10
@@ -194,6 +221,39 @@ def test_held_out_loss_is_that_of_each_document_alone():
     assert len(packs) == 2
     assert compare_run.mean_loss(model, packs) == pytest.approx(total / 6, rel=1e-6)
     assert model.training
+
+
+def test_the_rate_counts_no_held_out_token(tmp_path):
+    torch.manual_seed(0)
+    llm = MambaForCausalLM(model_config()).double()
+    rows = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [5, 4, 3]]
+    Dataset.from_dict(dict(input_ids=rows, labels=rows)).save_to_disk("held_out")
+    with torch.no_grad():
+        losses = [llm(torch.tensor([ids]), labels=torch.tensor([ids])).loss.item() for ids in rows]
+    model = PackedSupervisedFinetune(llm, use_activation_checkpointing=False)
+    loader = SimpleNamespace(dataset=SimpleNamespace(length=[4]), batch_sampler=[[0]])
+    iterator = SimpleNamespace(tokens=3)
+    runner = SimpleNamespace(
+        model=model,
+        train_dataloader=loader,
+        train_loop=SimpleNamespace(dataloader_iterator=iterator),
+        work_dir=tmp_path,
+        iter=0,
+    )
+    # the first document is longer than a row
+    hook = compare_run.CompareHook(steps=1, held_out="held_out", max_length=4, row_length=None)
+    hook.before_train(runner)
+    for runner.iter in range(3):
+        hook.before_train_iter(runner, runner.iter)
+        model.llm.get_input_embeddings()(torch.tensor([[1, 2, 3, 4]]))
+        hook.after_train_iter(runner, runner.iter, outputs=dict(loss=torch.tensor(1.0)))
+    hook._seconds = 2.0
+    hook.after_train(runner)
+    result = json.loads((tmp_path / "result.json").read_text())
+    # two steps of four tokens in two seconds
+    assert result["tokens_per_second"] == 4
+    mean = (9 * losses[0] + 2 * losses[1]) / 11
+    assert result["held_out"] == [pytest.approx(mean, rel=1e-6)] * 2
 
 
 @pytest.mark.parametrize(("row_length", "places"), [(None, 2 * 5 + 9 + 2 * 2), (10, 50)])

@@ -76,8 +76,9 @@ class Documents:
     """What is trained on, and how."""
 
     train: Dataset
-    """Has ``input_ids`` and ``labels``."""
+    """Has ``input_ids`` and ``labels`` of pieces of documents."""
     held_out: Dataset
+    """Documents of which ``train`` has no piece, each whole, however long."""
     tokens_per_step: int
     """Target tokens of an optimizer step."""
     boundaries: list[int]
@@ -103,35 +104,39 @@ def choose_documents(cfg: Config, settings: Settings, steps: int) -> Documents:
     while True:
         node.max_dataset_length = num_rows if at_most is None else min(num_rows, at_most)
         documents = read_documents(cfg)
-        pieces = _cut(documents, settings.max_length)
+        pieces = _cut_in_random_order(documents, settings.max_length)
         num_targets = np.array([_count_targets(labels) for _, labels in _read(documents, pieces)])
         tokens_per_step = max(int(places * num_targets.sum() / pieces.lengths.sum()), 1)
         missing = steps * tokens_per_step * (1 + _HELD_OUT) / num_targets.sum()
         if missing <= 1 or len(documents.lengths) < num_rows:
             break
         num_rows = int(num_rows * missing * 1.1) + 1
-    if len(pieces) < 2:
+    # where the pieces of each document begin
+    first = np.flatnonzero(np.diff(pieces.documents, prepend=-1))
+    if len(first) < 2:
         raise ValueError(
-            f"there must be documents to train on and others to hold out, got {len(pieces)} with a "
+            f"there must be documents to train on and others to hold out, got {len(first)} with a "
             "target; give more of them"
         )
     wanted = min(steps * tokens_per_step, num_targets.sum() / (1 + _HELD_OUT))
-    num_train = min(int(np.searchsorted(num_targets.cumsum(), wanted)) + 1, len(pieces) - 1)
+    train = pieces[: min(int(np.searchsorted(num_targets.cumsum(), wanted)) + 1, first[-1])]
+    num_train = int(np.searchsorted(first, len(train)))
     num_held_out = max(int(_HELD_OUT * num_train), 1)
-    lengths = pieces.lengths[:num_train]
+    held_out = pieces.documents[first[num_train : num_train + num_held_out]]
     return Documents(
-        train=_as_dataset(documents, pieces[:num_train]),
-        held_out=_as_dataset(documents, pieces[num_train : num_train + num_held_out]),
+        train=_as_dataset(documents, train),
+        held_out=_as_dataset(documents, Pieces.whole(held_out, documents.lengths[held_out])),
         tokens_per_step=tokens_per_step,
-        boundaries=settings.boundaries or _least_padding(lengths),
+        boundaries=settings.boundaries or _least_padding(train.lengths),
     )
 
 
-def _cut(documents: TokenizedDocuments, max_length: int) -> Pieces:
-    """Return what has a target, in random order."""
+def _cut_in_random_order(documents: TokenizedDocuments, max_length: int) -> Pieces:
+    """Return what has a target, the pieces of a document side by side."""
     pieces = cut_pieces(documents.lengths, max_length)
     kept = documents.packs_with_target(PackPlan(pieces, np.arange(len(pieces) + 1)))
-    return pieces[np.random.default_rng(0).permutation(np.flatnonzero(kept))]
+    place = np.random.default_rng(0).permutation(len(documents.lengths))
+    return pieces[kept][np.argsort(place[pieces.documents[kept]], kind="stable")]
 
 
 def _read(documents: TokenizedDocuments, pieces: Pieces) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -120,7 +120,7 @@ class CompareHook(Hook):
     Args:
         steps: To train before the clock starts, and as many with it.
         held_out: Folder of tokenized documents.
-        max_length: Of the longest of them.
+        max_length: Of a row of them, which the longest may exceed.
         row_length: Places of a row; ``None`` for as many as the longest in its batch has.
     """
 
@@ -128,7 +128,9 @@ class CompareHook(Hook):
         self._steps, self._row_length = steps, row_length
         documents = load_from_disk(held_out)
         self._held_out = process_packed_dataset(
-            documents, do_dataset_tokenization=False, max_length=max_length
+            documents,
+            do_dataset_tokenization=False,
+            max_length=max(max_length, *map(len, documents["input_ids"])),
         )
         self._losses: list[float] = []
         self._targets: list[int] = []
@@ -157,9 +159,11 @@ class CompareHook(Hook):
 
     def after_train(self, runner: Runner) -> None:
         peak_bytes = peak_memory()
+        # before the held-out tokens, which have embeddings too
+        tokens_per_second = self._num_tokens / self._seconds
         after = mean_loss(runner.model, self._held_out)
         result = dict(
-            tokens_per_second=self._num_tokens / self._seconds,
+            tokens_per_second=tokens_per_second,
             padding=self._padding,
             peak_bytes=peak_bytes,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
