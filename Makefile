@@ -24,7 +24,7 @@ demo: $(INSTALLED)
 # a file's tests share what they have trained, so a process takes whole files
 test: export OMP_NUM_THREADS ?= 1
 test: $(INSTALLED_DEV)
-	$(PYTHON) -m pytest -q -n auto --dist loadfile $(ARGS)
+	$(PYTHON) -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 lint: $(INSTALLED_DEV)
 	$(PYTHON) -m ruff check .
