@@ -181,11 +181,27 @@ def write_tokenized(folder):
 def test_labels_of_the_next_token(write_config, write_tokenized):
     config = write_config("tokenized")
     write_tokenized()
-    assert examine("label places", config).endswith("labels, each of the token at its place")
+    assert examine("label places", config).endswith(
+        " labels, each of the token at its place, as in a collated batch"
+    )
     write_tokenized(lambda ids: [*ids[1:], -100])
     assert "labels are of the next token" in examine("label places", config).what
     write_tokenized(lambda ids: [ids[0], *ids[:-1]])
     assert "labels are of another token" in examine("label places", config).what
+
+
+@pytest.mark.parametrize(
+    ("change", "ours"),
+    [("faulty packs", "packed_collate_fn"), ("faulty padding", "padded_collate_fn")],
+)
+@pytest.mark.parametrize(("by", "whose"), [(-1, "the next token"), (1, "another token")])
+def test_labels_that_the_collate_function_shifts(
+    write_config, write_collate, change, ours, by, whose
+):
+    write_collate(f"data['labels'] = data['labels'].roll({by}, 1)", ours=ours)
+    found = examine("label places", write_config(change))
+    assert re.fullmatch(rf"as collated, \d+ of \d+ labels are of {whose}", found.what)
+    assert found.setting == "collate_fn"
 
 
 def test_padding_with_labels(write_config, write_collate):

@@ -14,6 +14,7 @@ from xtuner_mamba.tools.training import Training
 
 CHECKS = [
     "padding",
+    "label places",
     "padding labels",
     "prompt labels",
     "first tokens",
@@ -77,7 +78,7 @@ def test_a_table_for_the_terminal(write_config, capsys):
     output = " ".join(capsys.readouterr().out.split())
     assert "leak test FAIL in 6 of 12 trials a document changed" in output
     assert "leak test: tell the model the boundaries" in output
-    assert "6 passed, 1 failed, 0 could not run, 0 had nothing to check" in output
+    assert "7 passed, 1 failed, 0 could not run, 0 had nothing to check" in output
 
 
 PAD_FURTHER = (
@@ -98,6 +99,13 @@ def test_rows_that_are_padded_too_far_or_trained_to_predict_it(write_config, wri
     checks, _ = smoke(capsys, config, "--steps", "2", code=1)
     assert checks["padding labels"]["status"] == "FAIL"
     assert checks["padding labels"]["detail"].startswith("600 of ")
+
+
+def test_labels_that_the_collate_function_shifts(write_config, write_collate, capsys):
+    write_collate("data['labels'] = data['labels'].roll(-1, 1)", ours="packed_collate_fn")
+    checks, _ = smoke(capsys, write_config("faulty packs"), "--steps", "1", code=1)
+    assert checks["label places"]["status"] == "FAIL"
+    assert checks["label places"]["setting"] == "collate_fn"
 
 
 def test_json_is_all_that_stdout_gets(write_config, write_collate, capsys):

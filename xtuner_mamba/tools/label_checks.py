@@ -19,22 +19,39 @@ from xtuner_mamba.tools.training import Training
 _NUM_SAMPLED = 1000
 # padding tokens at the end of a document that are no accident; some pad with their end of text
 _PADDING_RUN = 4
+_DO_NOT_SHIFT = "set labels to the input_ids themselves, or to -100; the loss shifts them"
 
 
 def check_label_places(training: Training) -> Finding | str:
-    """Check that every label is that of the token at its place; the loss does the shift."""
+    """Check that every label is that of the token at its place; the loss does the shift.
+
+    In the data, and in a batch, whose labels the collate function may have changed.
+    """
     input_ids, labels, _ = _sample(training)
+    wrong = _find_wrong_labels(input_ids, labels)
+    if wrong:
+        return Finding(wrong, _DO_NOT_SHIFT, "train_dataset")
+    data, places = training.batch.data, training.batch.places
+    input_ids_of_batch, labels_of_batch = (
+        np.concatenate([data[name].flatten()[place].numpy() for place in places])
+        for name in ("input_ids", "labels")
+    )
+    wrong = _find_wrong_labels(input_ids_of_batch, labels_of_batch)
+    if wrong:
+        return Finding(f"as collated, {wrong}", _DO_NOT_SHIFT, "collate_fn")
+    count = (labels != IGNORE_INDEX).sum()
+    return f"{count:,} labels, each of the token at its place, as in a collated batch"
+
+
+def _find_wrong_labels(input_ids: np.ndarray, labels: np.ndarray) -> str | None:
+    """Say how many labels are not of the token at their place, ``(total,)``, if any."""
     is_label = labels != IGNORE_INDEX
     wrong = int((is_label & (labels != input_ids)).sum())
     if not wrong:
-        return f"{is_label.sum():,} labels, each of the token at its place"
+        return None
     of_next = (is_label[:-1] & (labels[:-1] == input_ids[1:])).sum() > is_label.sum() / 2
-    return Finding(
-        f"{wrong:,} of {is_label.sum():,} labels are of "
-        + ("the next token" if of_next else "another token"),
-        "set labels to the input_ids themselves, or to -100; the loss shifts them",
-        "train_dataset",
-    )
+    which = "the next token" if of_next else "another token"
+    return f"{wrong:,} of {is_label.sum():,} labels are of {which}"
 
 
 def check_padding_labels(training: Training) -> Finding | str:

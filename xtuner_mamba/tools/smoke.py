@@ -19,6 +19,7 @@ from rich.console import Console
 from xtuner_mamba.tools.checkup import Finding, exit_code, run_checks, summary_of, table_of
 from xtuner_mamba.tools.label_checks import (
     check_first_tokens,
+    check_label_places,
     check_padding,
     check_padding_labels,
     check_prompts,
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         results = run_checks(
             {
                 "padding": partial(check_padding, training),
+                "label places": partial(check_label_places, training),
                 "padding labels": partial(check_padding_labels, training),
                 "prompt labels": partial(check_prompts, training),
                 "first tokens": partial(check_first_tokens, training),
