@@ -74,6 +74,7 @@ class CarriedStates:
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._after: dict[int, tuple[Tensor, Tensor]] = {}
         self._chunk: tuple[int, int] | None = None
+        self._plan: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._after)
@@ -86,24 +87,28 @@ class CarriedStates:
 
         Raises:
             RuntimeError: Rows continue documents of a batch that was not the one before, or that
-                had more rows, or fewer.
+                was cut by another plan.
         """
         epoch, step = carried["chunk"]
-        if any(carried["continues"]) and self._chunk != (epoch, step - 1):
+        goes_on = any(carried["continues"])
+        if goes_on and self._chunk != (epoch, step - 1):
             raise RuntimeError(
                 f"carried states must be those of step {step - 1} of epoch {epoch}, got "
                 f"{self._chunk}; a batch was left out, or resumed without the states beside its "
                 "checkpoint"
             )
-        num_rows = len(carried["continues"])
-        for conv_states, _ in self._after.values():
-            if len(conv_states) != num_rows:
-                raise RuntimeError(
-                    f"carried states must be of the batch's {num_rows} rows, got "
-                    f"{len(conv_states)}; resume with the tokens_per_batch and max_length that "
-                    "the checkpoint was trained with"
-                )
-        self._before, self._after, self._chunk = self._after, {}, (epoch, step)
+        plan = carried["plan"]
+        if goes_on and self._plan != plan:
+            saved = {name: self._plan[name] for name in plan if plan[name] != self._plan[name]}
+            wanted = {name: plan[name] for name in saved}
+            raise RuntimeError(
+                f"carried states must be of the documents and rows that go on, got those of "
+                f"{saved} for {wanted}; resume with the data and the settings of the checkpoint, "
+                "or train from its weights with load_from and resume=False"
+            )
+        # another plan may have other rows
+        self._before = self._after if goes_on else {}
+        self._after, self._chunk, self._plan = {}, (epoch, step), plan
 
     def before(self, layer_idx: int) -> tuple[Tensor, Tensor] | None:
         """Return the states of conv and scan of the batch before, if there was one.
@@ -119,10 +124,10 @@ class CarriedStates:
     def state_dict(self) -> dict:
         """Return what a checkpoint needs, on the CPU."""
         states = {layer: tuple(t.cpu() for t in pair) for layer, pair in self._after.items()}
-        return {"chunk": self._chunk, "states": states}
+        return {"chunk": self._chunk, "plan": self._plan, "states": states}
 
     def load_state_dict(self, saved: dict, device: torch.device | str) -> None:
         """Go on after the batch that was the last before :meth:`state_dict`."""
         states = saved["states"].items()
         self._after = {layer: tuple(t.to(device) for t in pair) for layer, pair in states}
-        self._chunk = saved["chunk"]
+        self._chunk, self._plan = saved["chunk"], saved["plan"]

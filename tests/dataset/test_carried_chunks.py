@@ -54,7 +54,7 @@ def test_every_row_reads_its_documents_through(lengths, num_replicas, max_length
             ]
             assert all(sum(chunk.lengths) <= max_length for chunk in row)
             assert all(min(chunk.lengths) >= 1 for chunk in row)
-            runs = [run for chunk in row for run in zip(*chunk[2:])]
+            runs = [run for chunk in row for run in zip(*chunk[2:5])]
             before = (None, 0, 0)
             for document, start, length in runs:
                 # it goes on where it was cut, or begins anew after the end of another
@@ -111,6 +111,7 @@ def test_collate_tells_which_rows_go_on(make_rows):
     assert data["input_ids"][0].tolist() == batch[0]["input_ids"] + batch[1]["input_ids"]
     carried = data["carried"]
     assert carried["chunk"] == (0, 1)
+    assert carried["plan"]["documents"] == len(LENGTHS)
     assert sum(carried["num_pieces"]) == len(data["cumulative_len"][0]) - 1
     assert carried["continues"] == [row["continues"] for row in batch]
     assert carried["next_labels"] == [row["next_label"] for row in batch]

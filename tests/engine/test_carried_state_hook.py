@@ -55,9 +55,19 @@ def make_model(**options) -> PackedSupervisedFinetune:
     return PackedSupervisedFinetune(llm, **options)
 
 
-def train(work_dir: Path, model=None, num_rows=2, lr=0.5, num_iters=6, micro_steps=1, **changes):
+def train(
+    work_dir: Path,
+    model=None,
+    num_rows=2,
+    lr=0.5,
+    num_iters=6,
+    micro_steps=1,
+    rows=None,
+    plan=None,
+    **changes,
+):
     dataset = process_chunk_dataset(
-        make_rows(), do_dataset_tokenization=False, max_length=MAX_LENGTH
+        rows or make_rows(), do_dataset_tokenization=False, max_length=MAX_LENGTH
     )
     options = dict(
         model=model or make_model(),
@@ -71,7 +81,8 @@ def train(work_dir: Path, model=None, num_rows=2, lr=0.5, num_iters=6, micro_ste
                 type=CarriedChunkBatchSampler,
                 max_length=MAX_LENGTH,
                 tokens_per_batch=num_rows * MAX_LENGTH,
-            ),
+            )
+            | (plan or {}),
             collate_fn=dict(type=carried_collate_fn),
         ),
         train_cfg=dict(type=TrainLoop, max_iters=num_iters),
@@ -155,6 +166,23 @@ def test_resuming_without_the_states_is_refused(tmp_path):
     torch.save(saved, tmp_path / "without.pth")
     with pytest.raises(RuntimeError, match="got 1 for 2; start as many, or train"):
         train(tmp_path / "by_one_of_two", **resume)
+
+
+def test_resuming_other_rows_is_refused(tmp_path):
+    """A row would go on with the state of another document, or of another place in it."""
+    train(tmp_path / "whole", num_iters=3)
+    resume = dict(load_from=str(tmp_path / "whole" / "iter_3.pth"), resume=True)
+    swapped = make_rows().select([1, 0, *range(2, len(LENGTHS))])
+    cases = (
+        (dict(plan=dict(max_length=6)), r"\{'max_length': 8\} for \{'max_length': 6\}; resume"),
+        (dict(plan=dict(shuffle=False)), r"\{'shuffle': True\} for \{'shuffle': False\}"),
+        (dict(num_rows=3), r"'tokens_per_batch': 16\} for \{.*: 24\}"),
+        (dict(plan=dict(seed=7)), r"\{'seed': 1\} for \{'seed': 7\}"),
+        (dict(rows=swapped), r"\{'checksum of lengths': \d+\} for"),
+    )
+    for number, (changes, message) in enumerate(cases):
+        with pytest.raises(RuntimeError, match=message):
+            train(tmp_path / f"resumed_{number}", **resume, **changes)
 
 
 def test_states_matter_and_evaluation_leaves_them_alone(tmp_path):

@@ -95,6 +95,7 @@ def chunks_of(rows: list[torch.Tensor]) -> list[tuple[torch.Tensor, PackedLayout
             continues=continues,
             next_labels=next_labels,
             chunk=(0, step),
+            plan={},
         )
         layout = PackedLayout.from_lengths([n for lengths in pieces for n in lengths])
         rows_of_chunk = replace(CarriedRows.from_batch(carried), states=states)
@@ -265,13 +266,16 @@ def test_documents_of_other_rows_are_isolated_to_the_bit():
 
 def test_what_was_left_out_is_refused():
     states = CarriedStates()
-    carried = dict(continues=[True], chunk=(1, 3))
+    carried = dict(continues=[True], chunk=(1, 3), plan=dict(seed=1, max_length=16))
     with pytest.raises(RuntimeError, match="of step 2 of epoch 1, got None; a batch was left out"):
         states.begin(carried)
-    states.begin(dict(continues=[False], chunk=(1, 1)))
+    states.begin(carried | dict(continues=[False], chunk=(1, 1)))
     with pytest.raises(RuntimeError, match=r"of step 2 of epoch 1, got \(1, 1\)"):
         states.begin(carried)
-    states.begin(dict(continues=[True], chunk=(1, 2)))
-    states.keep(0, torch.zeros(2, 3, 3), torch.zeros(2, 3, 4))
-    with pytest.raises(RuntimeError, match="of the batch's 1 rows, got 2; resume with"):
-        states.begin(carried)
+    states.begin(carried | dict(chunk=(1, 2)))
+    states.keep(0, torch.zeros(1, 3, 3), torch.zeros(1, 3, 4))
+    with pytest.raises(RuntimeError, match=r"of \{'max_length': 16\} for \{'max_length': 12\};"):
+        states.begin(carried | dict(plan=dict(seed=1, max_length=12)))
+    # rows that begin anew have no use for the states of others
+    states.begin(dict(continues=[False, False], chunk=(2, 0), plan=dict(seed=2, max_length=8)))
+    assert states.before(0) is None

@@ -1,6 +1,7 @@
 """Fixed chunks whose documents go on in the next batch, on the same row of the same rank."""
 
 import heapq
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from xtuner_mamba.layout import IGNORE_INDEX
 class Chunk(NamedTuple):
     """A row of one batch: runs of tokens of documents, of which the first may go on with one.
 
-    Each list has an entry a run.
+    Each list has an entry a run; ``plan`` is what the chunks of all steps are a function of.
     """
 
     epoch: int
@@ -31,6 +32,7 @@ class Chunk(NamedTuple):
     documents: list[int]
     starts: list[int]
     lengths: list[int]
+    plan: dict[str, int]
 
 
 class ChunkDataset(Dataset):
@@ -53,8 +55,8 @@ class ChunkDataset(Dataset):
 
     def __getitem__(self, chunk: Chunk | int) -> dict[str, Any]:
         if not isinstance(chunk, Chunk):
-            chunk = Chunk(0, 0, [chunk], [0], [self.length[chunk]])
-        pieces = Pieces(*(np.asarray(column) for column in chunk[2:]))
+            chunk = Chunk(0, 0, [chunk], [0], [self.length[chunk]], {})
+        pieces = Pieces(*map(np.asarray, (chunk.documents, chunk.starts, chunk.lengths)))
         is_left = pieces.starts[-1] + pieces.lengths[-1] < self.length[chunk.documents[-1]]
         # the token after the chunk, if it is the last one's target
         lengths = pieces.lengths.copy()
@@ -74,6 +76,7 @@ class ChunkDataset(Dataset):
             "continues": chunk.starts[0] > 0,
             "next_label": next_label,
             "chunk": (chunk.epoch, chunk.step),
+            "plan": chunk.plan,
         }
 
 
@@ -160,6 +163,15 @@ class CarriedChunkBatchSampler(Sampler[list[Chunk]]):
         )
         self.lengths, self.seed, self.shuffle = inputs.lengths, inputs.seed, shuffle
         self._num_rows = tokens_per_batch // max_length
+        self._plan = {
+            "max_length": max_length,
+            "tokens_per_batch": tokens_per_batch,
+            "seed": self.seed,
+            "shuffle": shuffle,
+            "documents": len(self.lengths),
+            "tokens": int(self.lengths.sum()),
+            "checksum of lengths": zlib.crc32(self.lengths.tobytes()),
+        }
         self._first_row = inputs.rank * self._num_rows
         num_rows = self._num_rows * inputs.num_replicas
         if len(self.lengths) < num_rows:
@@ -218,7 +230,9 @@ class CarriedChunkBatchSampler(Sampler[list[Chunk]]):
             begins = ends[first : last + 1] - self.lengths[chosen]
             starts = np.maximum(start - begins, 0)
             stops = np.minimum(stop - begins, self.lengths[chosen])
-            yield Chunk(epoch, step, chosen.tolist(), starts.tolist(), (stops - starts).tolist())
+            lengths = stops - starts
+            runs = (chosen.tolist(), starts.tolist(), lengths.tolist())
+            yield Chunk(epoch, step, *runs, self._plan)
 
 
 def check_carried_arguments(arguments: Mapping[str, Any]) -> None:
@@ -279,7 +293,7 @@ def carried_collate_fn(
     Returns:
         What ``packed_collate_fn`` gives, with ``carried`` in its data: for each row the count of
         its pieces, whether the first goes on with a document, and the label after the row; and
-        the epoch and the step of the batch.
+        the epoch and the step of the batch, and the plan that it is of.
 
     Raises:
         ValueError: An instance is no row of chunks.
@@ -301,5 +315,6 @@ def carried_collate_fn(
         "continues": [instance["continues"] for instance in instances],
         "next_labels": [instance["next_label"] for instance in instances],
         "chunk": instances[0]["chunk"],
+        "plan": instances[0]["plan"],
     }
     return batch
