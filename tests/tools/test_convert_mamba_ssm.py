@@ -11,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Mamba2Config,
+    Mamba2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedTokenizerFast,
@@ -220,6 +221,7 @@ def test_model_of_transformers_is_exported_and_comes_back(tmp_path, safe):
     ("kind", "changes", "message"),
     [
         ("mamba", dict(rms_norm=False), "^rms_norm must be True for .*, got False"),
+        ("mamba", dict(rms_norm=None), "^rms_norm must be True for .*, got None"),
         ("mamba2", dict(d_intermediate=16), "^d_intermediate must be 0 .*, got 16"),
         ("mamba2", dict(attn_layer_idx=[1]), r"^attn_layer_idx must be \[\] .*, got \[1\]"),
         ("mamba2", dict(ssm_cfg=dict(layer="Mamba2", ngroups=2)), "ssm_cfg.ngroups must be 1 .* 2"),
@@ -235,6 +237,69 @@ def test_model_that_transformers_does_not_have_is_refused(write, tmp_path, kind,
     with pytest.raises(ValueError, match=message):
         convert(source, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_keys_left_out_have_the_defaults_of_mamba_ssm():
+    config = config_from_mamba_ssm({"d_model": 8, "n_layer": 2})
+    # 50,277 rounded up to a multiple of 8
+    assert (config.vocab_size, config.residual_in_fp32) == (50280, True)
+    rounded = config_from_mamba_ssm({"d_model": 8, "n_layer": 2, "vocab_size": 21})
+    assert rounded.vocab_size == 24
+
+
+def test_limits_of_dt_come_along_and_back(tmp_path):
+    settings = dict(vocab_size=24, hidden_size=8, state_size=4, head_dim=4, num_heads=4, n_groups=1)
+    config = Mamba2Config(
+        **settings, num_hidden_layers=2, chunk_size=8, time_step_limit=(0.1, 0.5), bos_token_id=0
+    )
+    torch.manual_seed(0)
+    Mamba2ForCausalLM(config).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "mamba_ssm")
+    written = json.loads((tmp_path / "mamba_ssm" / "config.json").read_text())
+    assert written["ssm_cfg"]["dt_limit"] == [0.1, 0.5]
+    convert(tmp_path / "mamba_ssm", tmp_path / "back")
+    assert tuple(AutoConfig.from_pretrained(tmp_path / "back").time_step_limit) == (0.1, 0.5)
+    config.time_step_limit = [0.0, float("inf")]
+    assert "dt_limit" not in config_to_mamba_ssm(config)["ssm_cfg"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("pytorch_model.bin", b"xx", r"^pytorch_model.bin must hold .* read \(UnpicklingError\)"),
+        ("pytorch_model.bin", b"", r"^pytorch_model.bin must hold .* read \(EOFError\)"),
+        ("model.safetensors", b"xx", r"^model.safetensors must hold .* \(SafetensorError\); down"),
+        ("config.json", b"[1]", r"^config.json must hold an object, got \[1\]; download"),
+    ],
+)
+def test_damaged_file_is_named(write, tmp_path, name, content, message):
+    source = write("mamba")
+    (source / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        convert(source, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_download_that_was_cut_short_is_named(write, tmp_path):
+    source = write("mamba")
+    path = source / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ValueError, match=r"^pytorch_model.bin must hold .*; download it again"):
+        convert(source, tmp_path / "hf")
+
+
+def test_weights_of_an_old_pytorch_are_read(write, tmp_path):
+    source = write("mamba")
+    path = source / "pytorch_model.bin"
+    torch.save(torch.load(path), path, _use_new_zipfile_serialization=False)
+    assert convert(source, tmp_path / "hf").layers == 2
+
+
+def test_tokenizer_that_is_not_there_leaves_no_target(write, tmp_path, capsys):
+    target, missing = tmp_path / "hf", str(tmp_path / "nothing")
+    assert main([str(write("mamba")), str(target), "--tokenizer", missing]) == 1
+    assert missing in capsys.readouterr().err
+    assert not target.exists()
 
 
 def test_head_that_only_the_config_takes_for_tied_is_not_lost(write, tmp_path):

@@ -10,12 +10,15 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
+from zipfile import is_zipfile
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
@@ -28,6 +31,9 @@ from xtuner_mamba.tools.mamba_ssm_format import (
     weights_from_mamba_ssm,
     weights_to_mamba_ssm,
 )
+
+# what PyTorch and safetensors raise for damaged files
+_UNREADABLE = (EOFError, OSError, RuntimeError, SafetensorError, TypeError, UnpicklingError)
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,11 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(stderr=args.json)
     try:
         with console.status(f"converting {args.source}"):
+            # first, so that nothing is written where there is none
+            tokenizer = AutoTokenizer.from_pretrained(args.tokenizer) if args.tokenizer else None
             done = convert(args.source, args.target)
-            if args.tokenizer:
-                AutoTokenizer.from_pretrained(args.tokenizer).save_pretrained(args.target)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(args.target)
     except (ValueError, OSError) as error:
         print(f"{args.source}: {error}", file=sys.stderr)
         return 1
@@ -83,6 +91,8 @@ def convert(source: Path, target: Path) -> Conversion:
     if target.exists():
         raise ValueError(f"the target must not exist, got {target}; choose another, or remove it")
     written = json.loads((source / "config.json").read_text())
+    if not isinstance(written, dict):
+        raise ValueError(f"config.json must hold an object, got {written!r}; download it again")
     weights = _read_weights(source)
     imports = is_mamba_ssm(written)
     config = config_from_mamba_ssm(written) if imports else AutoConfig.from_pretrained(source)
@@ -117,17 +127,29 @@ def convert(source: Path, target: Path) -> Conversion:
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        weights |= load_file(path)
-    if not weights:
-        for path in sorted(folder.glob("pytorch_model*.bin")):
-            weights |= torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    for path in paths:
+        try:
+            weights |= _read_file(path)
+        except _UNREADABLE as error:
+            raise ValueError(
+                f"{path.name} must hold tensors by name, got a file that cannot be read "
+                f"({type(error).__name__}); download it again"
+            ) from error
     if not weights:
         raise ValueError(
             f"the source must hold *.safetensors or pytorch_model*.bin, got "
             f"{sorted(path.name for path in folder.iterdir())}; download the whole folder"
         )
     return weights
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    # files of PyTorch before 1.6 are no archives, which alone can be mapped
+    is_mapped = is_zipfile(path)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
 
 
 def _check_weights(weights: dict[str, Tensor], config: PretrainedConfig) -> None:

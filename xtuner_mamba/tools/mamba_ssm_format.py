@@ -3,6 +3,7 @@
 Weights have the same shapes and layout in both, and but for one the same names.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ _MIXER_FIELDS = {
         ("expand", "expand", 2),
         ("headdim", "head_dim", 64),
         ("chunk_size", "chunk_size", 256),
+        ("dt_limit", "time_step_limit", (0.0, math.inf)),
         ("bias", "use_bias", False),
         ("conv_bias", "use_conv_bias", True),
     ),
@@ -40,7 +42,7 @@ _PASSED_OVER = {
 }
 # what transformers has one of only, by the place in mamba_ssm's config
 _MUST_BE = {
-    "rms_norm": (False, True),
+    "rms_norm": (True, True),
     "d_intermediate": (0, 0),
     "attn_layer_idx": ([], []),
     "bidirectional": (False, False),
@@ -82,19 +84,24 @@ def config_from_mamba_ssm(config: Mapping[str, Any]) -> PretrainedConfig:
         raise ValueError(f"ssm_cfg.layer must be Mamba1 or Mamba2, got {layer!r}")
     _check(config, _MUST_BE, "")
     _check(mixer, _MIXER_MUST_BE if layer == "Mamba2" else {}, "ssm_cfg.")
-    fields = {theirs: mixer.pop(ours, default) for ours, theirs, default in _MIXER_FIELDS[layer]}
+    fields = {
+        theirs: _without_list(mixer.pop(ours, default))
+        for ours, theirs, default in _MIXER_FIELDS[layer]
+    }
     unknown = set(mixer) - _PASSED_OVER - (set(_MIXER_MUST_BE) if layer == "Mamba2" else set())
     if unknown:
         raise ValueError(
             f"ssm_cfg must hold what transformers knows of a {layer}, got {sorted(unknown)}"
         )
-    multiple = config.get("pad_vocab_size_multiple", 1)
+    # what is left out has mamba_ssm's own default
+    vocab_size = config.get("vocab_size", 50277)
+    multiple = config.get("pad_vocab_size_multiple", 8)
     fields |= dict(
         hidden_size=config["d_model"],
         num_hidden_layers=config["n_layer"],
         # rounded up, since the weights are
-        vocab_size=-(-config["vocab_size"] // multiple) * multiple,
-        residual_in_fp32=config.get("residual_in_fp32", False),
+        vocab_size=-(-vocab_size // multiple) * multiple,
+        residual_in_fp32=config.get("residual_in_fp32", True),
         tie_word_embeddings=config.get("tie_embeddings", True),
         # GPT-NeoX's tokenizer has one special token
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
@@ -122,7 +129,7 @@ def config_to_mamba_ssm(config: PretrainedConfig) -> dict[str, Any]:
             )
     mixer = {"layer": layer}
     for ours, theirs, default in _MIXER_FIELDS[layer]:
-        value = getattr(config, theirs)
+        value = _without_list(getattr(config, theirs))
         if value != default:
             mixer[ours] = value
     written = {
@@ -166,10 +173,16 @@ def weights_to_mamba_ssm(weights: Mapping[str, Tensor], tied: bool) -> dict[str,
     return {back.get(name, name): weight for name, weight in weights.items()}
 
 
+def _without_list(value: Any) -> Any:
+    # a pair in Python, which JSON has not
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _check(config: Mapping[str, Any], must_be: dict, where: str) -> None:
     for name, (default, wanted) in must_be.items():
         value = config.get(name, default)
-        if (value or default) != wanted:
+        # null, false, 0 and an empty list all say that there is none
+        if (value or None) != (wanted or None):
             raise ValueError(
                 f"{where}{name} must be {wanted} for transformers to have the model, got {value}"
             )
