@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_families import FAMILIES, VOCAB, make
+from mixer_families import make_jamba
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -296,6 +297,15 @@ def test_a_window_one_token_wider_would_be_noticed(name):
     wide = build(lambda: FAMILIES[name](sliding_window=5))
     tokens = make_tokens()
     assert relative_rms(run_alone(wide, tokens), run_alone(narrow, tokens)) > 1e-3
+
+
+def test_jamba_has_no_window_whatever_its_config_says():
+    """As in transformers, but for its flash attention."""
+    model = build(partial(make_jamba, sliding_window=4))
+    tokens = make_tokens()
+    alone = run_alone(model, tokens)
+    dispatch_packed(model)
+    assert relative_rms(run_packed(model, tokens), alone) < 1e-6
 
 
 def test_qwen2_has_a_window_in_its_upper_layers(monkeypatch):

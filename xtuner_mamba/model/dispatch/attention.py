@@ -119,6 +119,8 @@ def older_attention_forward(
     )
     if position_embeddings is not None:
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+    # the mask of Qwen2-MoE has it in every layer, that of Jamba in none
+    has_window = self.config.model_type == "qwen2_moe"
     y, _ = packed_attention(
         self,
         q,
@@ -126,8 +128,7 @@ def older_attention_forward(
         v,
         attention_mask,
         dropout=self.attention_dropout if self.training else 0.0,
-        # the mask of Qwen2-MoE has it in every layer
-        sliding_window=getattr(self.config, "sliding_window", None),
+        sliding_window=self.config.sliding_window if has_window else None,
         output_attentions=output_attentions,
     )
     return self.o_proj(y.flatten(2)), None, None
