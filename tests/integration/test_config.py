@@ -417,6 +417,16 @@ def test_reward_model_that_nothing_can_save_is_refused(write_config, args, tmp_p
         run_check(Config.fromfile(path), args)
 
 
+def test_reward_token_that_the_model_does_not_have_is_refused(write_config, tiny, args):
+    cfg = Config.fromfile(write_config(REWARD, pretrained_model_name_or_path=str(tiny / "model")))
+    size = MambaConfig.from_pretrained(tiny / "model").vocab_size
+    cfg.model.reward_token_id = size
+    with pytest.raises(SystemExit, match=f"below the model's vocabulary of {size}, got {size}; "):
+        run_check(cfg, args)
+    cfg.model.reward_token_id = size - 1
+    run_check(cfg, args)
+
+
 def test_model_that_is_no_causal_lm_is_refused(template, args, tmp_path):
     T5Config(d_model=8, num_layers=1, num_heads=2).save_pretrained(tmp_path / "other")
     template.model.llm.pretrained_model_name_or_path = str(tmp_path / "other")

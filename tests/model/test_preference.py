@@ -280,6 +280,20 @@ def test_loss_that_depends_on_the_batch_is_refused_before_anything_is_built():
         PackedDPO(None, loss_type="kto_pair")
 
 
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        (dict(beta=0, loss_type="ipo"), "beta must be positive and finite, got 0;"),
+        (dict(beta=float("nan")), "beta must be positive and finite, got nan;"),
+        (dict(label_smoothing=0.5, loss_type="robust"), r"must be in \[0, 0.5\), got 0.5; pairs"),
+        (dict(label_smoothing=-0.1), r"label_smoothing must be in \[0, 0.5\), got -0.1;"),
+    ],
+)
+def test_numbers_without_a_finite_loss_are_refused(numbers, message):
+    with pytest.raises(ValueError, match=message):
+        PackedDPO(None, **numbers)
+
+
 @pytest.mark.parametrize("kind", KWARGS)
 def test_options_reach_the_mixers(kind):
     options = dict(fuse_norm=True, recompute=True)

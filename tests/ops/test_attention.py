@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import sys
 from importlib.util import find_spec
 from itertools import pairwise
@@ -407,7 +408,12 @@ def test_kernels_are_handed_what_they_document(torch_operators, flash_attn, name
         ({"v": torch.zeros(1, 6, 2, 8).double()}, r"like q, .* torch.float64 on cpu; take v.to"),
         ({name: torch.zeros(1, 6, 2, 8).long() for name in "qkv"}, r"floating.* torch.int64"),
         ({"sliding_window": 0}, r"at least 1, a token itself, got 0"),
-        ({"softcap": 0.0}, r"softcap must be positive, got 0.0"),
+        ({"sliding_window": 2.5}, r"sliding_window must be an integer .*, got 2.5; None"),
+        ({"softcap": 0.0}, r"softcap must be positive and finite, got 0.0; None .* no cap"),
+        ({"softcap": math.inf}, r"softcap must be positive and finite, got inf"),
+        ({"scale": math.nan}, r"scale must be positive and finite, got nan; .* headdim \*\* -0.5"),
+        ({"scale": 0.0}, r"scale must be positive and finite, got 0.0"),
+        ({"cu_seqlens": [0, 6]}, r"cu_seqlens must be a tensor, got \[0, 6\]; build it"),
         ({"impl": "sdpa"}, r"'blocked' or 'reference', got 'sdpa'"),
         ({"cu_seqlens": torch.tensor([0, 4])}, r"int32 .* got torch.int64"),
         ({"cu_seqlens": torch.tensor([0, 4], dtype=torch.int32)}, r"row's 6 tokens, got 4"),

@@ -32,7 +32,7 @@ class TokenizePair:
                 f"a row must have what dataset_map_fn reads, got no {error} in row {index} with "
                 f"the columns {list(row)}; choose another dataset_map_fn"
             ) from error
-        missing = [part for part in PARTS if not isinstance(made.get(part), list)]
+        missing = [part for part in PARTS if not (isinstance(made.get(part), list) and made[part])]
         if missing:
             raise ValueError(
                 f"a pair must have lists of messages, got no {' and no '.join(missing)} in row "

@@ -182,18 +182,14 @@ def is_covered(model_cfg: dict) -> bool:
     model = _model_without_weights(model_cfg["llm"])
     if model is None:
         return False
-    if type_name(model_cfg) in _REWARD_MODELS and not can_save_reward_model(model.base_model):
-        raise ConfigError(
-            "the llm of a reward model must have a class for sequence classification, got "
-            f"{type(model).__name__}, for which transformers has none; use a Mamba or a Llama, "
-            "or train with DPO"
-        )
     found = token_mixers(model)
     if found and set(found) <= set(DISPATCH_TABLE):
         try:
             dispatch_packed(model)
         except RuntimeError as error:
             raise ConfigError(str(error)) from None
+        if type_name(model_cfg) in _REWARD_MODELS:
+            _check_reward_model(model_cfg, model)
         return True
     from xtuner.model.modules.dispatch import SUPPORT_FLASH2, VARLEN_ATTN_DISPATCH_MAPPING
 
@@ -213,6 +209,22 @@ def is_covered(model_cfg: dict) -> bool:
             "use_varlen_attn=False"
         )
     return False
+
+
+def _check_reward_model(model_cfg: dict, model: nn.Module) -> None:
+    if not can_save_reward_model(model.base_model):
+        raise ConfigError(
+            "the llm of a reward model must have a class for sequence classification, got "
+            f"{type(model).__name__}, for which transformers has none; use a Mamba or a Llama, "
+            "or train with DPO"
+        )
+    token, size = model_cfg.get("reward_token_id"), model.config.vocab_size
+    # with a tokenizer the embeddings grow
+    if token is not None and token >= size and model_cfg.get("tokenizer") is None:
+        raise ConfigError(
+            f"reward_token_id must be below the model's vocabulary of {size}, got {token}; choose "
+            "one that ends no turn, such as the tokenizer's end of text"
+        )
 
 
 def _model_without_weights(llm: dict) -> nn.Module | None:

@@ -1,5 +1,6 @@
 """Direct preference optimisation on packed pairs, as a thin subclass of XTuner's."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,20 +30,39 @@ class PackedDPO(PackedSupervisedFinetune, DPO):
     Args:
         llm: The policy, as in XTuner.
         loss_type: One of ``sigmoid``, ``robust``, ``hinge``, ``ipo``, ``sppo_hard``, ``nca_pair``.
-        **kwargs: Other arguments of ``DPO`` (``ref_llm``, ``beta``, ``label_smoothing``) and of
-            ``PackedSupervisedFinetune``, whose ``fuse_loss`` has nothing to fuse here.
+        beta: Weight of the log ratios.
+        label_smoothing: Share of pairs assumed to be mislabelled.
+        **kwargs: Other arguments of ``DPO`` (``ref_llm``) and of ``PackedSupervisedFinetune``,
+            whose ``fuse_loss`` has nothing to fuse here.
 
     Raises:
-        ValueError: The loss is not a mean over pairs.
+        ValueError: The loss is not a mean over pairs, or has no finite value with these numbers.
     """
 
-    def __init__(self, llm: dict | nn.Module, *, loss_type: str = "sigmoid", **kwargs) -> None:
+    def __init__(
+        self,
+        llm: dict | nn.Module,
+        *,
+        loss_type: str = "sigmoid",
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        **kwargs,
+    ) -> None:
+        if not 0 < beta < math.inf:
+            raise ValueError(f"beta must be positive and finite, got {beta}; XTuner's is 0.1")
+        if not 0 <= label_smoothing < 0.5:
+            raise ValueError(
+                f"label_smoothing must be in [0, 0.5), got {label_smoothing}; pairs of which half "
+                "are mislabelled teach nothing"
+            )
         if kwargs.get("use_varlen_attn", True) and loss_type not in DPO_LOSSES:
             raise ValueError(
                 f"loss_type must be one of {', '.join(DPO_LOSSES)} on packed pairs, got "
                 f"{loss_type!r}; 'kto_pair' would depend on which pairs share a pack"
             )
-        super().__init__(llm, loss_type=loss_type, **kwargs)
+        super().__init__(
+            llm, loss_type=loss_type, beta=beta, label_smoothing=label_smoothing, **kwargs
+        )
 
     def train(self, mode: bool = True) -> "PackedDPO":
         """Set the mode of the policy; the reference stays as it is in evaluation."""

@@ -20,12 +20,36 @@ def check_tensors(x: Tensor, cu_seqlens: Tensor | None, **others: Tensor | None)
     for name, tensor in {"x": x, **others}.items():
         if tensor is not None and not tensor.is_floating_point():
             raise ValueError(f"{name} must have a floating-point dtype, got {tensor.dtype}")
-    for name, tensor in {**others, "cu_seqlens": cu_seqlens}.items():
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(
-                f"{name} must be on the device of x, {x.device}, got {tensor.device}; "
-                f"take {name}.to(x.device)"
-            )
+    for name, tensor in others.items():
+        _check_device(name, tensor, "x", x)
+    check_boundaries("x", x, cu_seqlens)
+
+
+def check_boundaries(name: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Check that offsets, where there are any, are a tensor beside an op's main input.
+
+    Args:
+        name: Of that input.
+        x: That input.
+        cu_seqlens: What the caller gave.
+
+    Raises:
+        ValueError: They are something else, or lie on another device.
+    """
+    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
+        raise ValueError(
+            f"cu_seqlens must be a tensor, got {cu_seqlens!r}; build it with "
+            "PackedLayout.from_lengths"
+        )
+    _check_device("cu_seqlens", cu_seqlens, name, x)
+
+
+def _check_device(name: str, tensor: Tensor | None, main_name: str, x: Tensor) -> None:
+    if tensor is not None and tensor.device != x.device:
+        raise ValueError(
+            f"{name} must be on the device of {main_name}, {x.device}, got {tensor.device}; "
+            f"take {name}.to({main_name}.device)"
+        )
 
 
 def check_shapes(expected: dict[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:

@@ -15,14 +15,16 @@ Dimensions:
 """
 
 import logging
+import math
 from collections.abc import Callable
+from numbers import Integral
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from xtuner_mamba.ops.attention.kernels import why_not_flash, why_not_varlen
-from xtuner_mamba.ops.checks import resolve_cu_seqlens
+from xtuner_mamba.ops.checks import check_boundaries, resolve_cu_seqlens
 
 _logger = logging.getLogger(__name__)
 # conditions of the kernels that failed: each is told of once
@@ -71,7 +73,7 @@ def attention(
         ValueError: A shape, dtype, device, boundary or number disagrees with the above, or the
             named ``impl`` is unknown or cannot do it.
     """
-    cu_seqlens = _check_inputs(q, k, v, cu_seqlens, sliding_window, softcap)
+    cu_seqlens = _check_inputs(q, k, v, cu_seqlens, scale, sliding_window, softcap)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     impl = impl or _choose_impl(q, softcap)
     rows = (t.flatten(0, 1) for t in (q, k, v))
@@ -132,6 +134,7 @@ def _check_inputs(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor | None,
+    scale: float | None,
     sliding_window: int | None,
     softcap: float | None,
 ) -> Tensor:
@@ -159,16 +162,20 @@ def _check_inputs(
             f"k and v must have the same nkvheads, a divisor of nheads={nheads}, got "
             f"{k.shape[2]} and {v.shape[2]}"
         )
-    if sliding_window is not None and sliding_window < 1:
+    if sliding_window is not None and not (
+        isinstance(sliding_window, Integral) and sliding_window >= 1
+    ):
         raise ValueError(
-            f"sliding_window must be at least 1, a token itself, got {sliding_window}; None "
-            "stands for no window"
+            "sliding_window must be an integer of at least 1, a token itself, got "
+            f"{sliding_window!r}; None stands for no window"
         )
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}; None stands for no cap")
-    if cu_seqlens is not None and cu_seqlens.device != q.device:
-        raise ValueError(
-            f"cu_seqlens must be on the device of q, {q.device}, got {cu_seqlens.device}; "
-            "take cu_seqlens.to(q.device)"
-        )
+    for name, number, stands_for in (
+        ("scale", scale, "headdim ** -0.5"),
+        ("softcap", softcap, "no cap"),
+    ):
+        if number is not None and not 0 < number < math.inf:
+            raise ValueError(
+                f"{name} must be positive and finite, got {number}; None stands for {stands_for}"
+            )
+    check_boundaries("q", q, cu_seqlens)
     return resolve_cu_seqlens("q", q, cu_seqlens)
