@@ -105,9 +105,25 @@ def test_a_config_gives_its_documents_row_length_and_boundaries(capsys):
     assert found["max_length"] == 16
     assert [bucket["boundary"] for bucket in found["buckets"]] == [4, 16]
     assert [bucket["batch_size"] for bucket in found["buckets"]] == [8, 2]
+    # the document of 30 tokens is dropped
+    assert [bucket["documents"] for bucket in found["buckets"]] == [3, 1]
+    assert found["schemes"][-1]["num_dropped"] == 1
     # the command line has the last word
     found = numbers(capsys, "config.py", "--boundaries", "8", "40", "--max-length", "40")
     assert [bucket["boundary"] for bucket in found["buckets"]] == [8, 40]
+
+
+def test_measured_batch_sizes_of_a_config(capsys):
+    write("documents.jsonl", [{"input_ids": [7] * n, "labels": [7] * n} for n in LENGTHS])
+    Path("config.py").write_text(CONFIG.replace("tokens_per_batch=32", "batch_sizes=[3, 1]"))
+    found = numbers(capsys, "config.py")
+    assert [bucket["batch_size"] for bucket in found["buckets"]] == [3, 1]
+    found = numbers(capsys, "config.py", "--tokens-per-batch", "64")
+    assert [bucket["batch_size"] for bucket in found["buckets"]] == [16, 4]
+    found = numbers(capsys, "config.py", "--boundaries", "6", "8", "16", "--png", "x.png")
+    assert [bucket["batch_size"] for bucket in found["buckets"]] == [2666, 1000]
+    assert cli.main(["lengths", "config.py"]) == 0
+    assert "1 dropped (60.0%)" in capsys.readouterr().out
 
 
 def test_tables_and_a_picture(capsys, folder):
@@ -116,6 +132,7 @@ def test_tables_and_a_picture(capsys, folder):
     assert cli.main(["lengths", *arguments]) == 0
     output = capsys.readouterr().out
     assert "5 documents, 50 tokens: min 3" in output
+    assert "what they leave unused, the last one included." in output
     for words in ("packed, best fit", "optimal buckets, 4", "powers of two", "your buckets"):
         assert words in output
     assert "Recommended: " in output

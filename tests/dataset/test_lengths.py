@@ -33,14 +33,16 @@ def test_a_corpus_counted_by_hand():
     # cut after 8 and 16 tokens: the third document twice, but it is one document
     chunks = report.scheme("fixed chunks")
     # 20 tokens need 3 rows of 8, whatever the scheme
-    assert (chunks.num_split, chunks.padding) == (1, 0)
+    assert (chunks.num_split, chunks.padding) == (1, pytest.approx(1 - 20 / 24))
+    assert report.scheme("packed, wrap").padding == chunks.padding
     # pieces of 3 3 8 2 4
     assert report.scheme("powers of two").boundaries == (2, 4, 8)
     assert report.scheme("powers of two").padding == pytest.approx(1 - 20 / (2 + 3 * 4 + 8))
     assert report.scheme("your buckets").padding == pytest.approx(1 - 20 / (4 * 4 + 8))
     assert report.scheme("optimal buckets, 1").padding == pytest.approx(1 - 20 / 40)
     assert report.scheme("optimal buckets, 4").padding == 0
-    assert report.scheme("packed, best fit").padding == 0
+    assert report.scheme("packed, best fit").padding == pytest.approx(1 - 20 / 24)
+    assert report.unused_but_last == 0
     assert report.scheme("packed, best fit").num_split == 1
     # two batches of 4 and 8 led by 8 8 and 4: as few as there can be
     assert report.scheme("rolling window").padding == pytest.approx(1 - 20 / (8 * 2 + 3 * 3))
@@ -62,8 +64,9 @@ def test_counts_are_those_of_the_planners(lengths, max_length):
     pieces_of = np.bincount(wrapped.pieces.documents, minlength=len(lengths))
     assert report.scheme("packed, wrap").num_split == (pieces_of > 1).sum()
     packs = len(plan_best_fit(report_pieces(lengths, max_length), max_length))
-    unused = 1 - -(-sum(lengths) // max_length) / packs
+    unused = 1 - sum(lengths) / (packs * max_length)
     assert report.scheme("packed, best fit").padding == pytest.approx(unused)
+    assert report.unused_but_last == 1 - -(-sum(lengths) // max_length) / packs
     for share in ("natural", "sqrt_tokens"):
         assert sum(getattr(bucket, share) for bucket in report.buckets) == pytest.approx(1)
 
@@ -142,11 +145,17 @@ def test_buckets_are_recommended_where_documents_fit_nowhere_together():
 def test_a_corpus_of_less_than_a_row_is_packed():
     advice = advise(analyse_lengths([3, 5, 7], max_length=8192))
     assert advice.scheme == "packed"
-    assert "packs leave 0.0% of their places unused" in advice.reason
+    assert (
+        "packs leave 99.8% of their places unused (0.0% but for the last one, which nothing could "
+        "fill) and cut" in advice.reason
+    )
+    full = advise(analyse_lengths([3, 5], max_length=8))
+    assert "packs leave 0.0% of their places unused and cut" in full.reason
     # 10 tokens need 2 rows of 8, but no two of these documents share one
     report = analyse_lengths([5, 5], max_length=8)
-    assert report.scheme("packed, best fit").padding == 0
+    assert report.unused_but_last == 0
     report = analyse_lengths([5, 5, 6], max_length=8)
+    assert report.unused_but_last == pytest.approx(1 / 3)
     assert report.scheme("packed, best fit").padding == pytest.approx(1 / 3)
 
 
@@ -154,6 +163,39 @@ def test_documents_cut_at_max_length_are_told():
     (note,) = advise(analyse_lengths([100, 100, 300], max_length=200)).notes
     assert "1 documents with 60.0% of the tokens are longer than max_length=200" in note
     assert "The longest has 300" in note
+
+
+@pytest.mark.parametrize(
+    ("too_long", "kept", "counts"),
+    [
+        ("split", [100, 100, 200, 100], (0, 0, 0)),
+        ("error", [100, 100, 200, 100], (0, 0, 0)),
+        ("truncate", [100, 100, 200], (1, 0, 100)),
+        ("drop", [100, 100], (0, 1, 300)),
+    ],
+)
+def test_long_documents_become_what_the_config_says(too_long, kept, counts):
+    settings = dict(max_length=200, boundaries=[128, 200], tokens_per_batch=400)
+    report = analyse_lengths([100, 100, 300], **settings, too_long=too_long)
+    assert (report.documents, report.tokens, report.long_documents) == (3, 500, 1)
+    whole = analyse_lengths(kept, **settings)
+    assert report.buckets == whole.buckets
+    names = ["your buckets", "random batches", "packed, best fit", "fixed chunks", "rolling window"]
+    for scheme in map(report.scheme, names):
+        assert scheme.padding == whole.scheme(scheme.name).padding
+        assert (scheme.num_truncated, scheme.num_dropped, scheme.num_lost_tokens) == counts
+    assert report.scheme("packed, best fit").num_split == (counts == (0, 0, 0))
+    fixed = report.scheme("fixed rows")
+    dropped = counts if too_long == "drop" else (1, 0, 100)
+    assert (fixed.num_truncated, fixed.num_dropped, fixed.num_lost_tokens) == dropped
+    fate = {"split": "cut, so", "truncate": "truncated.", "drop": "dropped.", "error": "refused."}
+    (note,) = advise(report).notes
+    assert f"longer than max_length=200 and are {fate[too_long]}" in note
+
+
+def test_a_corpus_that_is_dropped_whole_is_refused():
+    with pytest.raises(ValueError, match="too_long='drop', got 8 for 2 documents of at least 9"):
+        analyse_lengths([9, 10], max_length=8, too_long="drop")
 
 
 def test_a_coarse_bucket_is_told_with_the_boundary_to_add():

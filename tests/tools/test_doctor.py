@@ -363,6 +363,18 @@ def test_documents_that_are_longer_than_anything_trained_on(write_config):
     assert found.setting == "max_length"
 
 
+def test_lengths_are_those_that_the_config_trains_on(write_config, write_tokenized):
+    write_tokenized(lengths=[*[60] * 20, *[200] * 5, *[260] * 2])
+    drop = {"max_length=256": "max_length=256,\n    too_long='drop'"}
+    sized = {"tokens_per_batch=512": "batch_sizes=[7, 5, 4, 3, 2]"}
+    config = write_config("tokenized", "buckets", drop, sized)
+    buckets = Training(config).length_report.buckets
+    assert [(bucket.documents, bucket.batch_size) for bucket in buckets] == [(20, 7), (5, 2)]
+    # the whole of a document that is dropped, and not 8 of its tokens
+    found = examine("trained lengths", config)
+    assert found.what.startswith("19% of the tokens are beyond max_length=256, up to 260")
+
+
 UNEQUAL = [
     "tokenized",
     {

@@ -16,6 +16,8 @@ from xtuner_mamba.dataset.lengths import (
 
 # share of unused places below which packing needs no second thought
 _FULL_ENOUGH = 0.05
+# least difference between shares of unused places that is told
+_SHOWN = 0.001
 # share of padding above which a bucket is too coarse
 COARSE = 0.25
 # a bucket whose share of tokens the square root raises so many times is seldom seen otherwise
@@ -38,19 +40,22 @@ def advise(report: LengthReport) -> Advice:
     """Recommend a scheme for a corpus."""
     packed, bucketed = report.scheme(PACKED), _best_buckets(report)
     count = len(bucketed.boundaries)
-    if packed.padding <= max(_FULL_ENOUGH, bucketed.padding):
+    unused = f"{packed.padding:.1%} of their places unused"
+    if packed.padding - report.unused_but_last >= _SHOWN:
+        unused += f" ({report.unused_but_last:.1%} but for the last one, which nothing could fill)"
+    if report.unused_but_last <= max(_FULL_ENOUGH, bucketed.padding):
         chosen = "packed"
         reason = (
-            f"packs leave {packed.padding:.1%} of their places unused and cut no document that "
-            f"fits; {count} optimal buckets pad {bucketed.padding:.1%}, powers of two "
-            f"{report.scheme(POWERS).padding:.1%}. Every step has about as many tokens"
+            f"packs leave {unused} and cut no document that fits; {count} optimal buckets pad "
+            f"{bucketed.padding:.1%}, powers of two {report.scheme(POWERS).padding:.1%}. Every "
+            "step has about as many tokens"
         )
     else:
         chosen = "bucket"
         reason = (
-            f"packs would leave {packed.padding:.1%} of their places unused, since few documents "
-            f"fit beside one another in {report.max_length:,} tokens; {count} optimal buckets pad "
-            f"{bucketed.padding:.1%}. With a max_length of many documents packs would be full"
+            f"packs would leave {unused}, since few documents fit beside one another in "
+            f"{report.max_length:,} tokens; {count} optimal buckets pad {bucketed.padding:.1%}. "
+            "With a max_length of many documents packs would be full"
         )
     notes = [
         *_long_documents(report),
@@ -78,12 +83,19 @@ def _best_buckets(report: LengthReport) -> Scheme:
 def _long_documents(report: LengthReport) -> list[str]:
     if not report.long_documents:
         return []
+    longest = (
+        f"The longest has {report.quantiles['max']:,}: raise max_length as far as memory allows"
+    )
+    fate = {
+        "drop": f"dropped. {longest}",
+        "truncate": f"truncated. {longest}",
+        "error": "refused. Raise max_length, or let too_long be 'split' or 'drop'",
+        "split": "cut, so that what comes after a cut is read without what came before. "
+        f"{longest} (fixed chunks would cut {report.scheme(CHUNKS).num_split:,} documents)",
+    }
     return [
         f"{report.long_documents:,} documents with {report.long_tokens / report.tokens:.1%} of the "
-        f"tokens are longer than max_length={report.max_length:,} and are cut, so that what comes "
-        f"after a cut is read without what came before. The longest has "
-        f"{report.quantiles['max']:,}: raise max_length as far as memory allows (fixed chunks "
-        f"would cut {report.scheme(CHUNKS).num_split:,} documents)"
+        f"tokens are longer than max_length={report.max_length:,} and are {fate[report.too_long]}"
     ]
 
 

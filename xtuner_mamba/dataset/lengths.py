@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -37,15 +38,14 @@ class Scheme:
 
     name: str
     padding: float
-    """Share of places without a token, if padding is executed or a pack is not full.
-
-    What the last of the fewest possible rows leaves is not counted: nothing could fill it.
-    """
+    """Share of places without a token, if padding is executed or a row is not full, the last one
+    included."""
     num_split: int = 0
     """Documents whose tokens lie in several rows, so that the rest starts without a state."""
     num_truncated: int = 0
+    num_dropped: int = 0
     num_lost_tokens: int = 0
-    """Tokens of truncated documents that nothing trains on."""
+    """Tokens of truncated or dropped documents that nothing trains on."""
     boundaries: tuple[int, ...] = ()
     """Of buckets."""
 
@@ -68,11 +68,16 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthReport:
-    """Numbers about the lengths of a corpus."""
+    """Numbers about the lengths of a corpus, the documents that are dropped included."""
 
     documents: int
     tokens: int
     max_length: int
+    too_long: str
+    """What becomes of documents longer than ``max_length``."""
+    unused_but_last: float
+    """Share of the places of best-fit packs that more packing could fill: without what the last of
+    the fewest possible packs leaves, which no document is there to fill."""
     quantiles: dict[str, int]
     """Tokens of the documents at ``min``, ``10 %`` ... ``max``."""
     bin_edges: list[int]
@@ -99,23 +104,35 @@ def analyse_lengths(
     boundaries: Sequence[int] | None = None,
     tokens_per_batch: int = 16_000,
     batch_sizes: Sequence[int] | str | None = None,
+    too_long: Literal["split", "truncate", "drop", "error"] = "split",
 ) -> LengthReport:
     """Compare the ways to batch documents of these lengths.
 
     Args:
         lengths: Tokens of each document.
-        max_length: The longest row. Documents beyond are split, where a scheme does not say else.
+        max_length: The longest row.
         boundaries: The user's own.
         tokens_per_batch: Places of a batch of a bucket.
         batch_sizes: Documents of a batch of each of the user's buckets, as ``BucketBatchSampler``
             takes them.
+        too_long: What becomes of documents longer than ``max_length``. ``"error"``, which trains
+            on none of such a corpus, is reported as ``"split"``.
 
     Raises:
-        ValueError: There is no document, the boundaries hold not all, or have other batch sizes.
+        ValueError: No document is left, the boundaries hold not all, or have other batch sizes.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    pieces = cut_pieces(lengths, max_length).lengths
     long = lengths > max_length
+    kept = lengths[~long] if too_long == "drop" else lengths
+    if not len(kept):
+        raise ValueError(
+            f"max_length must hold a document with too_long='drop', got {max_length:,} for "
+            f"{len(lengths):,} documents of at least {lengths.min():,} tokens; raise it"
+        )
+    rows = np.minimum(kept, max_length) if too_long == "truncate" else kept
+    pieces = cut_pieces(rows, max_length).lengths
+    fewest = -(-int(pieces.sum()) // max_length)
+    num_packs = len(plan_best_fit(pieces, max_length))
     bucketed = {OPTIMAL.format(len(b)): b for b in optimal_boundaries(pieces, _MAX_BUCKETS)}
     paddings = [padding_share(pieces, np.array(found)) for found in bucketed.values()]
     shown = bucketed[OPTIMAL.format(choose_bucket_count(paddings))]
@@ -127,21 +144,31 @@ def analyse_lengths(
         RANDOM: padding_of_batches(pieces),
         **{name: padding_share(pieces, np.array(found)) for name, found in bucketed.items()},
         ROLLING: _rolling_padding(pieces, tokens_per_batch),
-        PACKED: _unused_by_packs(pieces, max_length),
+        PACKED: _unused(pieces, num_packs * max_length),
     }
+    lost = dict(
+        num_truncated=int(long.sum()) if too_long == "truncate" else 0,
+        num_dropped=int(long.sum()) if too_long == "drop" else 0,
+        num_lost_tokens=int(lengths.sum() - pieces.sum()),
+    )
+    num_split = int((rows > max_length).sum())
+    cut = dict(
+        padding=_unused(pieces, fewest * max_length), num_split=_count_cut(rows, max_length), **lost
+    )
     schemes = [
-        _fixed_rows(lengths, max_length),
-        _cut_rows(CHUNKS, lengths, max_length),
+        _fixed_rows(kept, max_length, lost),
+        Scheme(name=CHUNKS, **cut),
         *(
             Scheme(
                 name=name,
                 padding=padding,
-                num_split=int(long.sum()),
+                num_split=num_split,
                 boundaries=tuple(bucketed.get(name, ())),
+                **lost,
             )
             for name, padding in paddings.items()
         ),
-        _cut_rows(WRAPPED, lengths, max_length),
+        Scheme(name=WRAPPED, **cut),
     ]
     edges = _bin_edges(lengths)
     bins = np.searchsorted(edges, lengths, side="right") - 1
@@ -151,6 +178,8 @@ def analyse_lengths(
         documents=len(lengths),
         tokens=int(lengths.sum()),
         max_length=max_length,
+        too_long=too_long,
+        unused_but_last=1 - fewest / num_packs,
         quantiles=dict(zip(levels, values.tolist())),
         bin_edges=edges.tolist(),
         bin_documents=np.bincount(bins, minlength=len(edges) - 1).tolist(),
@@ -219,22 +248,24 @@ def choose_bucket_count(paddings: Sequence[float], least_gain: float = 0.03) -> 
     return int(enough[0]) + 1 if enough.size else len(paddings)
 
 
-def _fixed_rows(lengths: np.ndarray, max_length: int) -> Scheme:
+def _fixed_rows(lengths: np.ndarray, max_length: int, lost: dict[str, int]) -> Scheme:
+    """Pad or truncate each document to one length, whatever else becomes of long ones."""
     row = min(max_length, int(lengths.max()))
     kept = np.minimum(lengths, row)
+    truncated = dict(
+        num_truncated=int((lengths > row).sum()), num_lost_tokens=int((lengths - kept).sum())
+    )
     return Scheme(
         name=FIXED_ROWS,
-        padding=float(1 - kept.sum() / (len(lengths) * row)),
-        num_truncated=int((lengths > row).sum()),
-        num_lost_tokens=int((lengths - kept).sum()),
+        padding=_unused(kept, len(kept) * row),
+        **(lost if lost["num_dropped"] else truncated),
     )
 
 
-def _cut_rows(name: str, lengths: np.ndarray, max_length: int) -> Scheme:
+def _count_cut(lengths: np.ndarray, max_length: int) -> int:
+    """Count documents whose first and last token are in different rows, laid end to end."""
     ends = lengths.cumsum()
-    # the first and the last token in different rows
-    cut = (ends - 1) // max_length != (ends - lengths) // max_length
-    return Scheme(name=name, padding=0.0, num_split=int(cut.sum()))
+    return int(((ends - 1) // max_length != (ends - lengths) // max_length).sum())
 
 
 def _rolling_padding(lengths: np.ndarray, tokens_per_batch: int) -> float:
@@ -244,9 +275,8 @@ def _rolling_padding(lengths: np.ndarray, tokens_per_batch: int) -> float:
     return float(1 - lengths.sum() / (longest * sizes).sum())
 
 
-def _unused_by_packs(lengths: np.ndarray, max_length: int) -> float:
-    fewest = -(-int(lengths.sum()) // max_length)
-    return 1 - fewest / len(plan_best_fit(lengths, max_length))
+def _unused(lengths: np.ndarray, places: int) -> float:
+    return float(1 - lengths.sum() / places)
 
 
 def _best_split(lengths: np.ndarray, boundary: int) -> int | None:

@@ -47,6 +47,8 @@ class Corpus:
     max_length: int | None = None
     boundaries: list[int] | None = None
     tokens_per_batch: int | None = None
+    batch_sizes: list[int] | str | None = None
+    too_long: str = "split"
 
 
 def read_corpus(source: str, tokenizer: str | None = None) -> Corpus:
@@ -69,6 +71,8 @@ def read_corpus(source: str, tokenizer: str | None = None) -> Corpus:
             cfg.train_dataloader.dataset.max_length,
             sampler.get("boundaries"),
             sampler.get("tokens_per_batch"),
+            sampler.get("batch_sizes"),
+            cfg.train_dataloader.dataset.get("too_long", "split"),
         )
     reader = _READERS.get(Path(source).suffix)
     if reader is None:

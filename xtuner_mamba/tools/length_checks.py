@@ -82,7 +82,10 @@ def check_trained_lengths(training: Training) -> Finding | str:
             "buckets (process_document_dataset, padded_collate_fn)",
             "train_dataset",
         )
-    beyond = (documents - training.max_length).clip(0).sum() / documents.sum()
+    dropped = training.too_long == "drop"
+    # all of a document that is dropped, the rest of one that is cut
+    beyond = (documents - (0 if dropped else training.max_length))[documents > training.max_length]
+    beyond = beyond.sum() / documents.sum()
     if beyond > _FEW:
         return Finding(
             f"{beyond:.0%} of the tokens are beyond max_length={training.max_length:,}, up to "

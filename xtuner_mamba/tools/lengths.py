@@ -27,11 +27,15 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse_args(argv)
     try:
         corpus = read_corpus(args.source, args.tokenizer)
+        # sizes are of the config's boundaries, and not of a budget
+        measured = None if args.boundaries or args.tokens_per_batch else corpus.batch_sizes
         report = analyse_lengths(
             corpus.lengths,
             args.max_length or corpus.max_length or _DEFAULT_MAX_LENGTH,
             boundaries=args.boundaries or corpus.boundaries,
             tokens_per_batch=args.tokens_per_batch or corpus.tokens_per_batch or _DEFAULT_TOKENS,
+            batch_sizes=measured,
+            too_long=corpus.too_long,
         )
     except (ValueError, OSError) as error:
         print(f"{args.source}: {error}", file=sys.stderr)
@@ -50,19 +54,21 @@ def show(report: LengthReport, advice: Advice, console: Console) -> None:
     """Print the tables and the recommendation."""
     spread = ", ".join(f"{level} {tokens:,}" for level, tokens in report.quantiles.items())
     console.print(f"{report.documents:,} documents, {report.tokens:,} tokens: {spread}")
-    schemes = Table("scheme", "padding", "split", "truncated", "boundaries", box=SIMPLE)
+    schemes = Table("scheme", "padding", "split", "lost (tokens)", "boundaries", box=SIMPLE)
     schemes.columns[0].no_wrap = True
     for scheme in report.schemes:
-        lost = f"{scheme.num_truncated:,}" if scheme.num_truncated else ""
+        lost = {"truncated": scheme.num_truncated, "dropped": scheme.num_dropped}
+        lost = ", ".join(f"{count:,} {how}" for how, count in lost.items() if count)
         schemes.add_row(
             scheme.name,
             f"{scheme.padding:.1%}",
             f"{scheme.num_split:,}" if scheme.num_split else "",
-            f"{lost} ({scheme.num_lost_tokens / report.tokens:.1%} of tokens)" if lost else "",
+            f"{lost} ({scheme.num_lost_tokens / report.tokens:.1%})" if lost else "",
             " ".join(map(str, scheme.boundaries)),
         )
     schemes.title = f"Ways to batch them, rows of at most {report.max_length:,} tokens"
     console.print(schemes)
+    console.print("Padding of chunks and packs is what they leave unused, the last one included.")
     buckets = Table("up to", "documents", "batch", "padding", "natural", "sqrt_tokens", box=SIMPLE)
     for bucket in report.buckets:
         buckets.add_row(

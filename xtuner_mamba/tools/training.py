@@ -95,6 +95,11 @@ class Training:
         """Tokens of the longest row."""
         return self.cfg.train_dataloader.dataset.max_length
 
+    @property
+    def too_long(self) -> str:
+        """What becomes of longer documents."""
+        return self.cfg.train_dataloader.dataset.get("too_long", "split")
+
     @cached_property
     def documents(self) -> TokenizedDocuments:
         """The whole documents of the corpus."""
@@ -123,6 +128,8 @@ class Training:
             self.max_length,
             boundaries=self.batch_sampler.get("boundaries"),
             tokens_per_batch=self.batch_sampler.get("tokens_per_batch", 16_000),
+            batch_sizes=self.batch_sampler.get("batch_sizes"),
+            too_long=self.too_long,
         )
 
     @cached_property
