@@ -13,6 +13,7 @@ from mmengine.config.lazy import LazyObject
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -144,6 +145,15 @@ def test_xtuner_gives_the_first_forward_to_all(dispatch, pristine):
 
 def test_model_of_xtuner_alone_is_dispatched_by_its_table(dispatch):
     model = nn.Sequential(FirstAttention(), SecondAttention())
+    dispatch.dispatch_varlen_attn_forward(model)
+    assert [model[0](), model[1]()] == ["first", "second"]
+
+
+def test_a_layer_whose_class_was_renamed_gets_its_own_forward(dispatch):
+    model = nn.Sequential(FirstAttention(), SecondAttention())
+    for layer in model:
+        layer.register_buffer("of_each_layer", torch.zeros(1))
+        parametrize.register_parametrization(layer, "of_each_layer", nn.Identity())
     dispatch.dispatch_varlen_attn_forward(model)
     assert [model[0](), model[1]()] == ["first", "second"]
 

@@ -113,7 +113,10 @@ def test_generation_finds_the_arguments_of_a_dispatched_model():
     ids=["Mamba-2", "Bamba"],
 )
 def test_groups_of_heads(build):
-    """Against a recurrence: transformers' own PyTorch gives the heads of a group away in turn."""
+    """Against a recurrence, of which transformers' own PyTorch differs.
+
+    It gives the heads of a group away in turn, and norms all groups as one.
+    """
     alone = make(build, torch.float64)
     packed, _ = dispatched(alone)
     tokens = draw_tokens(alone.config.vocab_size)

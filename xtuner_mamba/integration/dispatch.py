@@ -11,6 +11,7 @@ from types import ModuleType
 from torch import nn
 
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE, dispatch_packed
+from xtuner_mamba.model.dispatch.class_name import class_name
 
 
 def dispatch_per_class(dispatch: ModuleType) -> None:
@@ -41,8 +42,8 @@ def dispatch_varlen(model: nn.Module, dispatch: ModuleType) -> None:
         for name, entry in dispatch.VARLEN_ATTN_DISPATCH_MAPPING.items()
         if entry is not None and name not in DISPATCH_TABLE
     }
-    others = [module for module in model.modules() if type(module).__name__ in theirs]
-    names = sorted({type(module).__name__ for module in others})
+    others = [module for module in model.modules() if class_name(module) in theirs]
+    names = sorted({class_name(module) for module in others})
     if names and not dispatch.SUPPORT_FLASH2:
         raise RuntimeError(
             f"flash-attn must be installed for the varlen path of {names}, got none; "
@@ -53,7 +54,7 @@ def dispatch_varlen(model: nn.Module, dispatch: ModuleType) -> None:
     if counts:
         print_log(f"Dispatch packed forwards: {counts}", "current")
     for module in others:
-        forward = theirs[type(module).__name__].build()
+        forward = theirs[class_name(module)].build()
         module.forward = types.MethodType(forward, module)
     if others:
         print_log(f"Dispatch varlen forwards: {names}. {dispatch.NO_ATTN_WEIGHTS_MSG}", "current")

@@ -4,7 +4,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import NamedTuple
@@ -116,7 +116,7 @@ class Dispatched:
 
     counts: dict[str, int]
     """Token mixers that had another forward before, by class name."""
-    _replaced: list[_Replaced]
+    _replaced: list[_Replaced] = field(repr=False)
 
     def undo(self) -> None:
         """Give every layer the forward back that it had; a second time there is nothing to do.
