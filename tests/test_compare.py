@@ -2,6 +2,8 @@
 
 import json
 import re
+import signal
+import tempfile
 from contextlib import redirect_stdout
 from io import StringIO
 from itertools import accumulate, chain, count, cycle
@@ -99,7 +101,7 @@ def test_documents_are_enough_for_the_steps(monkeypatch, sample):
     monkeypatch.setattr(compare_documents, "_SAMPLE", sample)
     cfg = read_config(write_config(max_length=64))
     documents = choose_documents(cfg, read_settings(cfg), steps=4)
-    train, held_out = documents.train["input_ids"][:], documents.held_out["input_ids"][:]
+    train = documents.train["input_ids"][:]
     assert max(map(len, train)) <= 64
     targets = sum(map(targets_of, documents.train["labels"][:]))
     assert 0 <= targets - 4 * documents.tokens_per_step < 64
@@ -330,3 +332,42 @@ def test_what_cannot_be_compared(capsys):
     assert "--steps must be at least 2, got 1" in capsys.readouterr().err
     assert cli.main(["compare", write_config(use_varlen_attn=False)]) == 1
     assert "with anything, got 2048 and False; set both" in capsys.readouterr().err
+    assert cli.main(["compare", PACKED, "--chunk-length", "-1"]) == 1
+    assert "--chunk-length must be at least 2, got -1" in capsys.readouterr().err
+    Path("empty.py").write_text("train_dataloader = dict(num_workers=0)\n")
+    assert cli.main(["compare", "empty.py"]) == 1
+    assert "got one without model, optim_wrapper, train_cfg; give" in capsys.readouterr().err
+    config = write_config(appended="train_dataloader.pop('dataset')")
+    assert cli.main(["compare", config]) == 1
+    assert "got one without train_dataloader.dataset; give" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("png", "message"),
+    [
+        ("missing/mine.png", "--png must be a file that can be written, got missing/mine.png: No"),
+        ("demo.txt", "--png must end with one of .*, .png, .*got demo.txt; the ending"),
+        ("mine", "--png must end with one of .*got mine; the ending"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_training(
+    monkeypatch, capsys, png, message
+):
+    monkeypatch.setattr(compare, "compare", None)
+    assert cli.main(["compare", PACKED, "--png", png]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not Path(png).exists()
+
+
+def test_an_interrupted_comparison_leaves_no_file(monkeypatch, capsys):
+    def interrupt(*arguments):
+        signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(Path("temporary").absolute()))
+    Path("temporary").mkdir()
+    monkeypatch.setattr(compare, "run_fresh", interrupt)
+    config = write_config()
+    assert cli.main(["compare", config, "--steps", "2"]) == 130
+    assert capsys.readouterr().err.endswith(f"{config}: stopped\n")
+    assert not any(Path("temporary").iterdir())
+    assert not any(Path().glob("*.png"))

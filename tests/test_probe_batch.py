@@ -4,6 +4,7 @@ import doctest
 import json
 import os
 import re
+import signal
 from itertools import count
 from pathlib import Path
 
@@ -174,6 +175,78 @@ def test_documents_that_do_not_fit_alone(memory, capsys):
     assert cli.main(["probe-batch", config]) == 1
     assert "a document of 2,048 tokens must fit in memory, got none that" in capsys.readouterr().err
     assert yaml.safe_load(Path("batch_sizes.yaml").read_text())["batch_sizes"] == {512: 1}
+
+
+def test_nothing_is_written_where_nothing_fits(memory, capsys):
+    assert cli.main(["probe-batch", PACKED]) == 0
+    measured = Path("batch_sizes.yaml").read_text()
+    memory.tokens, memory.tries = 0, []
+    assert cli.main(["probe-batch", PACKED]) == 1
+    output, errors = capsys.readouterr()
+    assert "nothing is written" in output
+    assert "a document of 512 tokens must fit in memory, got none that" in errors
+    assert Path("batch_sizes.yaml").read_text() == measured
+
+
+def test_what_replaces_another_measurement_says_so(memory, capsys):
+    assert cli.main(["probe-batch", write_config(BUCKET, boundaries=[64, 2048])]) == 0
+    memory.tries = []
+    assert cli.main(["probe-batch", write_config(BUCKET, boundaries=[64, 2048])]) == 0
+    assert "replaced" not in capsys.readouterr().err
+    memory.tries = []
+    assert cli.main(["probe-batch", write_config(BUCKET, boundaries=[2048])]) == 0
+    assert (
+        "batch_sizes.yaml was of Some GPU with boundaries [64, 2048]; replaced by Some GPU with "
+        "boundaries [2048]\n"
+    ) in capsys.readouterr().err
+    text = Path("batch_sizes.yaml").read_text()
+    Path("batch_sizes.yaml").write_text(text.replace("Some GPU", "Another GPU"))
+    memory.tries = []
+    assert cli.main(["probe-batch", write_config(BUCKET, boundaries=[2048])]) == 0
+    assert "was of Another GPU with boundaries [2048]; repl" in capsys.readouterr().err
+    assert Path("batch_sizes.yaml").read_text().partition("\n")[2] == text.partition("\n")[2]
+
+
+def test_files_that_cannot_be_written_are_refused_before_a_try(memory, capsys):
+    for path, message in (
+        ("missing/mine.yaml", "can be written, got missing/mine.yaml: No such file or directory"),
+        ("demo", "can be written, got demo: Is a directory; make its folder, or give another"),
+        ("mine.txt", "or a file of this tool, got mine.txt, which begins with 'my notes'"),
+    ):
+        Path("mine.txt").write_text("my notes")
+        assert cli.main(["probe-batch", PACKED, "--out", path]) == 1
+        assert message in capsys.readouterr().err
+        assert not memory.tries
+    assert Path("mine.txt").read_text() == "my notes"
+    # nor is one left behind where no try succeeds
+    memory.tokens = 0
+    assert cli.main(["probe-batch", PACKED, "--out", "new.yaml"]) == 1
+    assert memory.tries
+    assert not Path("new.yaml").exists()
+
+
+@pytest.mark.parametrize("limit", ["-1", "0", "nan", "inf"])
+def test_limits_that_are_none(memory, capsys, limit):
+    assert cli.main(["probe-batch", PACKED, "--memory-limit", limit]) == 1
+    assert f"number of GiB above 0, got {float(limit)}; leave" in capsys.readouterr().err
+    assert not memory.tries
+
+
+def test_a_config_without_training(capsys):
+    Path("empty.py").write_text("train_cfg = dict(by_epoch=True)\n")
+    assert cli.main(["probe-batch", "empty.py"]) == 1
+    message = "got one without model, train_dataloader, optim_wrapper; give what `xtuner train`"
+    assert message in capsys.readouterr().err
+
+
+def test_an_interrupted_search_writes_nothing(memory, monkeypatch, capsys):
+    def interrupt(*arguments):
+        signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)
+
+    monkeypatch.setattr(probe_batch, "run_fresh", interrupt)
+    assert cli.main(["probe-batch", PACKED]) == 130
+    assert capsys.readouterr().err.endswith(f"{PACKED}: stopped\n")
+    assert not Path("batch_sizes.yaml").exists()
 
 
 def test_a_try_that_fails_otherwise_ends_the_search(memory, monkeypatch, capsys):

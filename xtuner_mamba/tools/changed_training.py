@@ -12,9 +12,11 @@ from mmengine.config import Config
 from mmengine.runner import Runner
 
 from xtuner_mamba.integration.config_checks import type_name
+from xtuner_mamba.tools import fresh_process
 
 # in the work_dir
 _RESULT = "result.json"
+_NEEDED = ("model", "train_dataloader", "optim_wrapper", "train_cfg")
 _BOUNDARY_HOOKS = ("PackedLayoutHook", "VarlenAttnArgsToMessageHubHook")
 
 
@@ -39,7 +41,7 @@ def train_changed(config: str, change: Callable[[Config], None]) -> dict:
         check_cfg(cfg, args)
         change(cfg)
 
-    with TemporaryDirectory() as work_dir:
+    with TemporaryDirectory(dir=fresh_process.scratch) as work_dir:
         train.check_cfg = check_and_change
         sys.argv = ["xtuner train", config, "--work-dir", work_dir]
         try:
@@ -47,6 +49,25 @@ def train_changed(config: str, change: Callable[[Config], None]) -> dict:
         finally:
             train.check_cfg, sys.argv = check_cfg, arguments
         return json.loads(Path(work_dir, _RESULT).read_text())
+
+
+def check_config(cfg: Config) -> None:
+    """Refuse a config that has nothing to train, or nothing to train it with.
+
+    Args:
+        cfg: As read.
+
+    Raises:
+        ValueError: A part is missing.
+    """
+    missing = [name for name in _NEEDED if not cfg.get(name)]
+    if not missing and not cfg.train_dataloader.get("dataset"):
+        missing = ["train_dataloader.dataset"]
+    if missing:
+        raise ValueError(
+            f"a config must have {', '.join(_NEEDED)}, got one without {', '.join(missing)}; give "
+            "what `xtuner train` takes"
+        )
 
 
 def strip_config(cfg: Config, hook: dict) -> None:

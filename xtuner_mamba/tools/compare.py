@@ -19,10 +19,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from xtuner_mamba.tools.changed_training import check_config
 from xtuner_mamba.tools.compare_documents import choose_documents, read_settings
 from xtuner_mamba.tools.compare_run import SCHEMES, train_scheme
 from xtuner_mamba.tools.corpus import read_config
-from xtuner_mamba.tools.fresh_process import run_fresh
+from xtuner_mamba.tools.fresh_process import interrupted_by_sigterm, run_fresh
+from xtuner_mamba.tools.output_path import check_output
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,15 @@ def main(argv: list[str] | None = None) -> int:
     """Train, print the table, or JSON, and draw the picture."""
     args = _parse_args(argv)
     try:
-        runs = compare(args.config, args.steps, args.chunk_length)
+        _check_picture(args.png)
+        with interrupted_by_sigterm():
+            runs = compare(args.config, args.steps, args.chunk_length)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"{args.config}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{args.config}: stopped", file=sys.stderr)
+        return 130
     draw(runs, args.png)
     if args.json:
         print(json.dumps([asdict(run) | dict(loss=run.loss) for run in runs], indent=2))
@@ -78,15 +85,21 @@ def compare(config: str, steps: int, chunk_length: int | None = None) -> list[Ru
         chunk_length: Of fixed chunks; see :func:`read_settings`.
 
     Raises:
-        ValueError: The config has nothing to compare.
+        ValueError: The config has nothing to compare, or an argument is out of range.
         RuntimeError: A training failed, or did not start from the weights of the others.
     """
     if steps < 2:
         raise ValueError(f"--steps must be at least 2, got {steps}; the rate warms up in as many")
+    if chunk_length is not None and chunk_length < 2:
+        raise ValueError(
+            f"--chunk-length must be at least 2, got {chunk_length}; a row of one token has no "
+            "target"
+        )
     disable_progress_bars()
     console = Console(stderr=True)
     with TemporaryDirectory() as folder, console.status("choosing documents") as status:
         cfg = read_config(config)
+        check_config(cfg)
         settings = read_settings(cfg, chunk_length)
         documents = choose_documents(cfg, settings, steps)
         plan = asdict(settings) | dict(
@@ -149,6 +162,12 @@ def draw(runs: list[Run], path: Path) -> None:
     axes[2].legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _check_picture(path: Path) -> None:
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    check_output("--png", path, FigureCanvasBase.get_supported_filetypes())
 
 
 def _parse_args(argv: list[str] | None) -> argparse.Namespace:

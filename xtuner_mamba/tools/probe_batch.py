@@ -9,6 +9,7 @@ Without a GPU, and without --memory-limit, the tries are listed and not made.
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -21,35 +22,46 @@ from rich.console import Console
 from rich.table import Table
 
 from xtuner_mamba.tools.batch_search import most_tries
+from xtuner_mamba.tools.changed_training import check_config
 from xtuner_mamba.tools.corpus import read_config
-from xtuner_mamba.tools.fresh_process import run_fresh
+from xtuner_mamba.tools.fresh_process import interrupted_by_sigterm, run_fresh
+from xtuner_mamba.tools.output_path import check_output
 from xtuner_mamba.tools.probe_shapes import MARGIN, TOLERANCE, Found, Shape, plan_shapes, probe
 from xtuner_mamba.tools.probe_try import try_shape
+
+# how a file begins that this tool has written, and may write again
+_HEADER = "# of xtuner-mamba probe-batch"
 
 
 def main(argv: list[str] | None = None) -> int:
     """List the tries, or make them and write what was found."""
     args = _parse_args(argv)
     try:
+        _check_memory_limit(args.memory_limit)
         cfg = read_config(args.config)
+        check_config(cfg)
         shapes = plan_shapes(cfg, args.most_tokens)
         if not torch.cuda.is_available() and args.memory_limit is None:
             show_plan(shapes, args)
             return 0
-        found = _probe_with_progress(args, shapes)
+        check_output("--out", args.out)
+        previous = _read_previous(args.out)
+        with interrupted_by_sigterm():
+            found = _probe_with_progress(args, shapes)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"{args.config}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{args.config}: stopped", file=sys.stderr)
+        return 130
     contents = summarize(found, packs=cfg.get("use_varlen_attn", False))
-    args.out.write_text(
-        f"# of xtuner-mamba probe-batch {args.config}: what fits, times {MARGIN}\n"
-        f"{yaml.safe_dump(contents, sort_keys=False)}"
-    )
+    if contents["batch_sizes"]:
+        write(contents, args, previous)
     if args.json:
         print(json.dumps([asdict(one) | dict(advised=one.advised) for one in found], indent=2))
     else:
         show(found, contents)
-        print(f"written to {args.out}")
+        print(f"written to {args.out}" if contents["batch_sizes"] else "nothing is written")
     too_long = [one.shape.length for one in found if not one.fits]
     for length in too_long:
         print(
@@ -78,6 +90,20 @@ def summarize(found: list[Found], *, packs: bool) -> dict[str, Any]:
     if packs and fitting:
         contents["tokens"] = max(one.advised_tokens for one in fitting)
     return contents
+
+
+def write(contents: dict[str, Any], args: argparse.Namespace, previous: dict[str, Any]) -> None:
+    """Write the file, and say so if what it replaces was measured of something else."""
+    now, before = (
+        f"{measured.get('device')} with boundaries {[*measured.get('batch_sizes', [])]}"
+        for measured in (contents, previous or contents)
+    )
+    if now != before:
+        print(f"{args.out} was of {before}; replaced by {now}", file=sys.stderr)
+    args.out.write_text(
+        f"{_HEADER} {args.config}: what fits, times {MARGIN}\n"
+        f"{yaml.safe_dump(contents, sort_keys=False)}"
+    )
 
 
 def show_plan(shapes: list[Shape], args: argparse.Namespace) -> None:
@@ -113,7 +139,7 @@ def show(found: list[Found], contents: dict[str, Any]) -> None:
             f"{one.shape.own:,}",
             str(one.num_tries),
         )
-    table.title = f"Micro-batches that train on {contents['device']}"
+    table.title = f"Micro-batches that train on {contents['device'] or 'this device'}"
     console = Console()
     console.print(table)
     if "tokens" in contents:
@@ -122,6 +148,25 @@ def show(found: list[Found], contents: dict[str, Any]) -> None:
             "tokens_per_batch of chunks and of a rolling window",
             highlight=False,
         )
+
+
+def _check_memory_limit(limit: float | None) -> None:
+    # NaN is not above 0 either
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(
+            f"--memory-limit must be a number of GiB above 0, got {limit}; leave it out for all "
+            "that the GPU has"
+        )
+
+
+def _read_previous(path: Path) -> dict[str, Any]:
+    text = path.read_text() if path.is_file() else ""
+    if text and not text.startswith(_HEADER):
+        raise ValueError(
+            f"--out must be new, or a file of this tool, got {path}, which begins with "
+            f"{text[:40]!r}; give another path, or remove it"
+        )
+    return yaml.safe_load(text) or {}
 
 
 def _probe_with_progress(args: argparse.Namespace, shapes: list[Shape]) -> list[Found]:
