@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from mmengine.dataset import DefaultSampler
+from mmengine.evaluator import BaseMetric
 from mmengine.model import MMDistributedDataParallel
 from mmengine.optim import OptimWrapper
-from mmengine.runner import Runner
+from mmengine.runner import Runner, ValLoop
 from torch.optim import SGD
 from transformers import MambaConfig, MambaForCausalLM
 from xtuner.engine.runner import TrainLoop
@@ -152,6 +153,18 @@ def test_resumed_training_goes_on_with_the_same_bits(tmp_path, micro_steps):
         assert torch.equal(weights(resumed), weights(whole)), iteration
 
 
+@pytest.mark.parametrize(
+    ("interval", "by_epoch", "told"),
+    [(4, False, "every 4 iterations"), (6, False, ""), (1, True, "every 11 iterations")],
+)
+def test_checkpoints_within_an_optimizer_step_are_told(tmp_path, interval, by_epoch, told, capfd):
+    checkpoint = dict(type="CheckpointHook", by_epoch=by_epoch, interval=interval)
+    train(tmp_path, num_iters=3, micro_steps=3, default_hooks=dict(checkpoint=checkpoint))
+    lines = [line for line in capfd.readouterr().out.splitlines() if "lie within" in line]
+    assert len(lines) == bool(told)
+    assert all(f"{told} lie within optimizer steps of accumulative_counts=3" in x for x in lines)
+
+
 def test_resuming_without_the_states_is_refused(tmp_path):
     train(tmp_path / "whole", num_iters=3)
     path = tmp_path / "whole" / "iter_3.pth"
@@ -194,6 +207,50 @@ def test_states_matter_and_evaluation_leaves_them_alone(tmp_path):
     # and checkpointing runs the layers again on the same states
     checkpointed = train(tmp_path / "again", make_model(use_activation_checkpointing=True))
     assert torch.equal(weights(checkpointed), plain)
+
+
+class NumBatches(BaseMetric):
+    """Count batches."""
+
+    default_prefix = "held_out"
+
+    def process(self, data_batch, data_samples) -> None:
+        self.results.append(1)
+
+    def compute_metrics(self, results) -> dict:
+        return {"batches": sum(results)}
+
+
+def validate(work_dir: Path, **loader) -> Runner:
+    loader = dict(
+        batch_size=1, num_workers=0, sampler=dict(type=DefaultSampler, shuffle=False), **loader
+    )
+    return train(
+        work_dir,
+        train_cfg=dict(type=TrainLoop, max_iters=6, val_interval=2),
+        val_dataloader=loader,
+        val_cfg=dict(type=ValLoop),
+        val_evaluator=dict(type=NumBatches),
+    )
+
+
+def test_validation_is_on_whole_documents_and_leaves_the_states_alone(tmp_path):
+    options = dict(do_dataset_tokenization=False, max_length=41)
+    packs = process_packed_dataset(make_rows(), **options)
+    validated = validate(
+        tmp_path / "validated", dataset=packs, collate_fn=dict(type=packed_collate_fn)
+    )
+    num_batches = validated.message_hub.get_scalar("val/held_out/batches").current()
+    assert num_batches == len(packs)
+    assert torch.equal(weights(validated), weights(train(tmp_path / "plain")))
+    sampler = dict(type=CarriedChunkBatchSampler, max_length=8, tokens_per_batch=16)
+    with pytest.raises(RuntimeError, match=r"must have whole documents, got .* of 11 steps"):
+        validate(
+            tmp_path / "refused",
+            dataset=process_chunk_dataset(make_rows(), **options),
+            batch_sampler=sampler,
+            collate_fn=dict(type=carried_collate_fn),
+        )
 
 
 def test_token_steps_carry_from_micro_batch_to_micro_batch(tmp_path):

@@ -9,6 +9,7 @@ from mmengine.runner import Runner
 from xtuner.utils.device import get_device
 
 from xtuner_mamba.carry import CarriedStates
+from xtuner_mamba.dataset.carried_chunks import CarriedChunkBatchSampler
 from xtuner_mamba.model.dispatch import token_mixers
 
 # in the MessageHub, and so in checkpoints
@@ -24,8 +25,18 @@ class CarriedStateHook(Hook):
 
     They depend on the weights of the step that computed them, so replaying the batches before a
     checkpoint would give others. A checkpoint therefore has those of all ranks, and ``--resume``
-    needs as many ranks and rows.
+    needs as many ranks and the same rows. Validation is on whole documents.
     """
+
+    def before_run(self, runner: Runner) -> None:
+        loop = runner.val_loop
+        sampler = getattr(getattr(loop, "dataloader", None), "batch_sampler", None)
+        if isinstance(sampler, CarriedChunkBatchSampler):
+            raise RuntimeError(
+                "val_dataloader must have whole documents, got a CarriedChunkBatchSampler of "
+                f"{len(sampler)} steps, which would move on the states of the training; validate "
+                "on process_packed_dataset with packed_collate_fn"
+            )
 
     def before_train(self, runner: Runner) -> None:
         global _states

@@ -1,8 +1,10 @@
 """Hand each batch's boundaries, and its optimizer step's target count, to the model."""
 
+import logging
 from dataclasses import replace
 
-from mmengine.hooks import Hook
+from mmengine.hooks import CheckpointHook, Hook
+from mmengine.logging import print_log
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from xtuner.utils.device import get_device
@@ -40,6 +42,7 @@ class PackedLayoutHook(Hook):
         # TokenStepLoop has seen to it
         if isinstance(loop.dataloader_iterator, TokenWindows):
             return
+        _warn_of_broken_steps(runner, micro_steps)
         loop.dataloader_iterator = StepWindows(
             loop.dataloader_iterator, micro_steps, max_iters=loop.max_iters
         )
@@ -69,6 +72,23 @@ def publish_batch(batch: dict) -> None:
         states.begin(carried)
         layout = replace(layout, carried=replace(layout.carried, states=states))
     publish_layout(layout.to(get_device()), data.pop("mean_targets", None))
+
+
+def _warn_of_broken_steps(runner: Runner, micro_steps: int) -> None:
+    """Tell of checkpoints within an optimizer step, which have none of its gradients."""
+    for hook in runner.hooks:
+        if not isinstance(hook, CheckpointHook) or hook.interval < 1:
+            continue
+        interval = hook.interval * (len(runner.train_dataloader) if hook.by_epoch else 1)
+        if interval % micro_steps:
+            print_log(
+                f"checkpoints of every {interval:,} iterations lie within optimizer steps of "
+                f"accumulative_counts={micro_steps}: --resume would lose the gradients that "
+                "their step has so far; set by_epoch=False and interval to a multiple of "
+                f"{micro_steps}",
+                logger="current",
+                level=logging.WARNING,
+            )
 
 
 def _micro_steps(runner: Runner) -> int:
