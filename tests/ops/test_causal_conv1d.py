@@ -270,6 +270,7 @@ def test_gradients_of_the_definition():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (dict(cu_seqlens=[0, 7]), "cu_seqlens must be a tensor, got [0, 7]; build it with"),
         (dict(x=torch.zeros(7, 5)), "x must have shape (batch, seqlen, dim), none of them 0, got"),
         (dict(x=torch.zeros(1, 0, 5)), "none of them 0, got (1, 0, 5)"),
         (dict(x=torch.zeros(1, 7, 5).int()), "floating-point dtype, got torch.int32"),

@@ -365,6 +365,7 @@ SEVEN = dict(lengths=[3, 4], dim=5, dstate=3)
             dict(B=torch.zeros(1, 7, 3, device="meta")),
             "B must be on the device of x, cpu, got",
         ),
+        (dict(cu_seqlens=[0, 7]), "cu_seqlens must be a tensor, got [0, 7]; build it with"),
         (dict(A=torch.zeros(4, 3)), "A must have shape (dim=5, dstate >= 1), got (4, 3)"),
         (dict(A=torch.zeros(5)), "A must have shape (dim=5, dstate >= 1), got (5,)"),
         (dict(A=torch.zeros(5, 0)), "A must have shape (dim=5, dstate >= 1), got (5, 0)"),

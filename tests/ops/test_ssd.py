@@ -257,6 +257,7 @@ def test_chunks_leave_few_gaps(lengths, size):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (dict(cu_seqlens=[0, 7]), "cu_seqlens must be a tensor, got [0, 7]; build it with"),
         (dict(x=torch.zeros(1, 7, 12)), "x must have shape (batch, seqlen, nheads, headdim), none"),
         (dict(B=torch.zeros(1, 7, 3, 5)), "a divisor of the 4 heads, got (1, 7, 3, 5)"),
         (dict(C=torch.zeros(1, 7, 1, 5)), "C must have shape (1, 7, 2, 5), got (1, 7, 1, 5)"),
