@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,11 @@ def test_a_verb_that_there_is_not(capsys):
     assert f"VERB must be one of {verbs}, got widths" in capsys.readouterr().err
     assert cli.main(["--help"]) == 0
     assert "lengths           compare the ways to batch" in capsys.readouterr().out
+
+
+def test_the_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"xtuner-mamba {version('xtuner-mamba')}\n"
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)

@@ -13,6 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from xtuner_mamba import cli
+from xtuner_mamba.tools import lengths
 
 disable_progress_bars()
 ROOT = Path(__file__).parents[1]
@@ -163,6 +164,12 @@ def test_boundaries_to_copy_where_buckets_are_recommended(capsys):
         ("null.jsonl", "got None in row 1"),
         ("hollow.jsonl", "input_ids must tell of a whole number of tokens, at least 1, got 0 in"),
         ("long_words.jsonl", "length must hold integers, got string"),
+        ("broken.jsonl", "a data file must be whole, got JSON parse error"),
+        ("string.jsonl", "input_ids must hold lists of tokens, got string"),
+        ("syntax.py", "a config must be Python that runs, got SyntaxError: "),
+        ("name.py", "a config must be Python that runs, got NameError: name 'missing'"),
+        ("no_data.py", "a config must set train_dataloader, got none"),
+        ("no_dataset.py", "train_dataloader must have a dataset, got none"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(capsys, source, message):
@@ -176,11 +183,44 @@ def test_what_cannot_be_measured_is_refused(capsys, source, message):
     write("null.jsonl", [{"length": 3}, {"length": None}])
     write("hollow.jsonl", [{"input_ids": [7]}, {"input_ids": []}])
     write("long_words.jsonl", [{"length": "long"}])
+    Path("broken.jsonl").write_text('{"length": 5}\n{broken\n')
+    write("string.jsonl", [{"input_ids": "abc"}])
+    Path("syntax.py").write_text("x = (\n")
+    Path("name.py").write_text("x = missing\n")
+    Path("no_data.py").write_text("x = 1\n")
+    Path("no_dataset.py").write_text("train_dataloader = dict(batch_size=1)\n")
     Path("other.py").write_text("train_dataloader = dict(dataset=dict(type=list))\n")
     assert cli.main(["lengths", source, "--boundaries", "8"]) == 1
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith(f"{source}: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-length", "0"], "--max-length must be at least 1, got 0"),
+        (["--max-length", "-5"], "--max-length must be at least 1, got -5"),
+        (["--tokens-per-batch", "-1"], "--tokens-per-batch must be at least 1, got -1"),
+        (["--png", "x.foo"], "got 'x.foo'"),
+        (["--png", "nowhere/x.png"], "in a folder that can be written, got 'nowhere/x.png'"),
+        (["--png", "folder.png"], "in a folder that can be written, got 'folder.png'"),
+    ],
+)
+def test_options_that_cannot_be_met_are_refused_at_once(monkeypatch, capsys, options, message):
+    monkeypatch.setattr(lengths, "read_corpus", lambda *_: pytest.fail("the corpus was read"))
+    Path("folder.png").mkdir()
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["lengths", "documents.jsonl", *options])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_read_only_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(SystemExit):
+        cli.main(["lengths", "documents.jsonl"])
+    assert "can be written, got 'documents_lengths.png'" in capsys.readouterr().err
 
 
 def test_json_is_all_that_stdout_gets(folder):

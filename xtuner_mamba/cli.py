@@ -4,6 +4,8 @@ import sys
 from contextlib import redirect_stdout
 from importlib import import_module
 
+from xtuner_mamba import __version__
+
 VERBS = {
     "lengths": "compare the ways to batch a corpus by the lengths of its documents",
     "probe-batch": "measure the largest batch of each bucket, and the largest pack, that trains",
@@ -24,6 +26,9 @@ def main(argv: list[str] | None = None) -> int:
         with redirect_stdout(sys.stderr):
             module = import_module(f"xtuner_mamba.tools.{verb.replace('-', '_')}")
         return module.main(arguments[1:])
+    if verb == "--version":
+        print(f"xtuner-mamba {__version__}")
+        return 0
     asked = verb in ("-h", "--help")
     if not asked:
         print(f"VERB must be one of {', '.join(VERBS)}, got {verb}", file=sys.stderr)

@@ -85,6 +85,26 @@ def test_a_config_that_is_not_there(folder, capsys):
     assert "nowhere.py: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["doctor", "smoke"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model", "a config must set model, got none"),
+        ("train_dataloader", "a config must set train_dataloader, got none"),
+        ("optim_wrapper", "a config must set optim_wrapper, got none"),
+        (None, "a config must be Python that runs, got SyntaxError: "),
+    ],
+)
+def test_a_config_that_lacks_a_part(write_config, capsys, verb, name, message):
+    config = write_config()
+    rest = "x = (\n" if name is None else f"del {name}\n"
+    Path(config).write_text(f"{Path(config).read_text()}\n{rest}")
+    assert cli.main([verb, config]) == 2
+    output = capsys.readouterr()
+    assert f"config.py: {message}" in output.err
+    assert not output.out
+
+
 def test_a_line_is_found_by_the_name_of_its_setting(write_config):
     config = write_config()
     assert find_line(config, "lr").endswith(
@@ -129,6 +149,15 @@ def test_the_newest_log_counts_and_half_a_line_at_its_end_does_not(folder, write
     with next(work_dir.glob("20260102*/vis_data/scalars.json")).open("a") as file:
         file.write('{"val_loss": 3.0, "step": 16}\n{"lr": 0.001, "lo')
     assert examine("loss falls", write_config(), work_dir).startswith("from 4.")
+
+
+def test_a_broken_line_of_a_log_is_named(folder, write_config):
+    work_dir = write_log(folder, falling())
+    (path,) = work_dir.glob("*/vis_data/scalars.json")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], '{"loss": 3.0, "st', *lines[4:]]))
+    with pytest.raises(ValueError, match=r"JSON in every line, got .* in line 4 of .*scalars.json"):
+        examine("loss falls", write_config(), work_dir)
 
 
 def test_logs_that_tell_nothing(folder, write_config):

@@ -1,7 +1,7 @@
 """Documents that a config trains on, or their lengths in a data file."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from transformers import AutoTokenizer
@@ -63,12 +64,12 @@ def read_corpus(source: str, tokenizer: str | None = None) -> Corpus:
         ValueError: The source has no documents that could be measured.
     """
     if source in cfgs_name_path or source.endswith(".py"):
-        cfg = read_config(source)
+        cfg = read_config(source, ["train_dataloader"])
         documents = read_documents(cfg)
         sampler = cfg.train_dataloader.get("batch_sampler") or {}
         return Corpus(
             documents.lengths[documents.has_label],
-            cfg.train_dataloader.dataset.max_length,
+            cfg.train_dataloader.dataset.get("max_length"),
             sampler.get("boundaries"),
             sampler.get("tokens_per_batch"),
             sampler.get("batch_sizes"),
@@ -84,9 +85,32 @@ def read_corpus(source: str, tokenizer: str | None = None) -> Corpus:
     return Corpus(_lengths_of_rows(_load_file(reader, source), tokenizer))
 
 
-def read_config(source: str) -> Config:
-    """Read what ``xtuner train`` would be given: the name of a template, or a config's path."""
-    cfg = Config.fromfile(cfgs_name_path.get(source, source))
+def read_config(source: str, needed: Sequence[str] = ()) -> Config:
+    """Read what ``xtuner train`` would be given.
+
+    Args:
+        source: The name of a template, or a config's path.
+        needed: What it must set.
+
+    Raises:
+        OSError: There is no such file.
+        ValueError: It does not run, or does not set what is needed.
+    """
+    try:
+        cfg = Config.fromfile(cfgs_name_path.get(source, source))
+    except OSError:
+        raise
+    # it runs the config, which can fail in any way
+    except Exception as error:
+        raise ValueError(
+            f"a config must be Python that runs, got {type(error).__name__}: {error}; "
+            "`xtuner list-cfg -p mamba` lists templates to begin with"
+        ) from error
+    for name in needed:
+        if name not in cfg:
+            raise ValueError(f"a config must set {name}, got none; copy it from a template")
+    if "train_dataloader" in needed and "dataset" not in cfg.train_dataloader:
+        raise ValueError("train_dataloader must have a dataset, got none; copy it from a template")
     set_model_resource(cfg)
     return cfg
 
@@ -111,6 +135,10 @@ def read_documents(cfg: Config) -> TokenizedDocuments:
 def _load_file(reader: str, source: str) -> Dataset:
     try:
         return load_dataset(reader, data_files=source, split="train")
+    except DatasetGenerationError as error:
+        raise ValueError(
+            f"a data file must be whole, got {error.__cause__ or error}; mend it, or write it anew"
+        ) from error
     except ValueError as error:
         # what datasets says of a file that has no row
         if "corresponds to no data" not in str(error):
@@ -124,7 +152,13 @@ def _lengths_of_rows(rows: Dataset, tokenizer: str | None) -> np.ndarray:
     if "length" in rows.column_names:
         return _check_lengths("length", rows.data.column("length"))
     if "input_ids" in rows.column_names:
-        return _check_lengths("input_ids", pc.list_value_length(rows.data.column("input_ids")))
+        tokens = rows.data.column("input_ids")
+        if not pa.types.is_nested(tokens.type):
+            raise ValueError(
+                f"input_ids must hold lists of tokens, got {tokens.type}; write texts in a column "
+                "text"
+            )
+        return _check_lengths("input_ids", pc.list_value_length(tokens))
     if "text" not in rows.column_names:
         raise ValueError(
             f"a data file must have a column length, input_ids or text, got {rows.column_names}; "

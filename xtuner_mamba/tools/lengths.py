@@ -17,6 +17,7 @@ from rich.table import Table
 from xtuner_mamba.dataset.length_advice import Advice, advise
 from xtuner_mamba.dataset.lengths import LengthReport, analyse_lengths
 from xtuner_mamba.tools.corpus import read_corpus
+from xtuner_mamba.tools.picture import check_picture
 
 _DEFAULT_MAX_LENGTH = 8192
 _DEFAULT_TOKENS = 16_000
@@ -128,5 +129,13 @@ def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="where to draw (SOURCE_lengths.png, here)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     args = parser.parse_args(argv)
+    for name in ("max_length", "tokens_per_batch"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     args.png = args.png or Path(f"{Path(args.source).stem}_lengths.png")
+    try:
+        check_picture(args.png)
+    except ValueError as error:
+        parser.error(str(error))
     return args

@@ -21,7 +21,7 @@ def read_log(work_dir: Path) -> list[dict]:
     """Read what the newest run in a folder logged in training, a line an entry.
 
     Raises:
-        ValueError: There is no such log.
+        ValueError: There is no such log, or one of its lines is broken.
     """
     paths = sorted(work_dir.glob("*/vis_data/scalars.json"))
     if not paths:
@@ -29,11 +29,19 @@ def read_log(work_dir: Path) -> list[dict]:
             f"--work-dir must hold TIMESTAMP/vis_data/scalars.json, which a training writes, got "
             f"none in {work_dir}; name the folder that `xtuner train` was given"
         )
-    *lines, last = paths[-1].read_text().splitlines() or [""]
-    entries = [json.loads(line) for line in lines if line]
+    lines = paths[-1].read_text().splitlines()
     # a run that was killed may have left half a line
-    if last.endswith("}"):
-        entries.append(json.loads(last))
+    if lines and not lines[-1].endswith("}"):
+        lines.pop()
+    entries = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entries += [json.loads(line)] if line else []
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"a log must have JSON in every line, got {error} in line {number} of {paths[-1]}; "
+                "take the line out"
+            ) from None
     return [entry for entry in entries if "loss" in entry]
 
 

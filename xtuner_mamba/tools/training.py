@@ -57,13 +57,15 @@ class Training:
 
     Raises:
         OSError: There is no such file.
+        ValueError: It does not run, or lacks a part that a training has.
     """
 
     refusal: str | None
     """Why ``xtuner train`` would stop before building anything, but for a missing boundary hook."""
 
     def __init__(self, source: str, work_dir: Path | None = None) -> None:
-        self.source, self.cfg, self.work_dir = source, read_config(source), work_dir
+        self.source, self.work_dir = source, work_dir
+        self.cfg = read_config(source, ["model", "train_dataloader", "optim_wrapper"])
         with quiet():
             self.refusal = self._change_as_xtuner_train()
 
