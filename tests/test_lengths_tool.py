@@ -168,7 +168,9 @@ def test_boundaries_to_copy_where_buckets_are_recommended(capsys):
         ("string.jsonl", "input_ids must hold lists of tokens, got string"),
         ("syntax.py", "a config must be Python that runs, got SyntaxError: "),
         ("name.py", "a config must be Python that runs, got NameError: name 'missing'"),
+        ("absent.py", "Failed to import nowhere.to_be_found in absent.py, line 1"),
         ("no_data.py", "a config must set train_dataloader, got none"),
+        ("data_none.py", "train_dataloader must have a dataset, got none"),
         ("no_dataset.py", "train_dataloader must have a dataset, got none"),
     ],
 )
@@ -187,7 +189,13 @@ def test_what_cannot_be_measured_is_refused(capsys, source, message):
     write("string.jsonl", [{"input_ids": "abc"}])
     Path("syntax.py").write_text("x = (\n")
     Path("name.py").write_text("x = missing\n")
+    Path("absent.py").write_text(
+        "from nowhere.to_be_found import rows\n"
+        "from xtuner_mamba.dataset import process_packed_dataset\n\n"
+        "train_dataloader = dict(dataset=dict(type=process_packed_dataset, dataset=rows))\n"
+    )
     Path("no_data.py").write_text("x = 1\n")
+    Path("data_none.py").write_text("train_dataloader = None\n")
     Path("no_dataset.py").write_text("train_dataloader = dict(batch_size=1)\n")
     Path("other.py").write_text("train_dataloader = dict(dataset=dict(type=list))\n")
     assert cli.main(["lengths", source, "--boundaries", "8"]) == 1

@@ -105,6 +105,13 @@ def test_a_config_that_lacks_a_part(write_config, capsys, verb, name, message):
     assert not output.out
 
 
+@pytest.mark.parametrize("verb", ["doctor", "smoke"])
+def test_a_config_that_imports_what_is_not_there(write_config, capsys, verb):
+    config = write_config("faulty packs")
+    assert cli.main([verb, config]) == 2
+    assert "config.py: Failed to import faulty in config.py, line " in capsys.readouterr().err
+
+
 def test_a_line_is_found_by_the_name_of_its_setting(write_config):
     config = write_config()
     assert find_line(config, "lr").endswith(

@@ -109,7 +109,7 @@ def read_config(source: str, needed: Sequence[str] = ()) -> Config:
     for name in needed:
         if name not in cfg:
             raise ValueError(f"a config must set {name}, got none; copy it from a template")
-    if "train_dataloader" in needed and "dataset" not in cfg.train_dataloader:
+    if "train_dataloader" in needed and not (cfg.train_dataloader or {}).get("dataset"):
         raise ValueError("train_dataloader must have a dataset, got none; copy it from a template")
     set_model_resource(cfg)
     return cfg

@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     with redirect_stdout(sys.stderr):
         try:
             training = Training(args.config, args.work_dir)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ImportError) as error:
             print(f"{args.config}: {error}")
             return 2
         results = run_checks({s.name: partial(s.check, training) for s in SYMPTOMS})

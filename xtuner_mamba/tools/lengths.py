@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
             batch_sizes=measured,
             too_long=corpus.too_long,
         )
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"{args.source}: {error}", file=sys.stderr)
         return 1
     advice = advise(report)

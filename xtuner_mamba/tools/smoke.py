@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             training = Training(args.config)
             if training.refusal is not None:
                 raise ValueError(training.refusal)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ImportError) as error:
             print(f"{args.config}: {error}")
             return 2
         steps = Steps(training, args.steps)
