@@ -227,6 +227,8 @@ def test_a_plan_gives_each_rank_its_batch_of_every_step():
     [
         ([], {}, r"lengths must be at least 1 and not empty, got \[\]; leave out"),
         ([3, 0], {}, "got 0 at 1; leave out documents"),
+        ([1.5, 2], {}, r"lengths must be an integer .*, got float64 of shape \(2,\); give"),
+        ([[1, 2]], {}, r"lengths must be an integer .*, got int64 of shape \(1, 2\); give"),
         ([3], dict(num_replicas=2, rank=2), r"rank must be in \[0, num_replicas=2\), got 2"),
         ([3], dict(batch_size=8), f"got 8; batches are filled to tokens_per_batch={BUDGET}"),
         (None, dict(sampler=SimpleNamespace(dataset=[1])), "attribute length, got list without"),

@@ -1,5 +1,6 @@
 """Sizes of batches: numbers, or the file that ``xtuner-mamba probe-batch`` writes."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -35,11 +36,17 @@ def test_measured_sizes_make_the_batches(measured):
     assert BucketBatchSampler(lengths, BOUNDARIES, 1000).batch_sizes.tolist() == [250, 62]
 
 
-def test_sizes_that_cannot_be_met(measured):
+def test_sizes_that_cannot_be_met(measured, tmp_path):
     with pytest.raises(ValueError, match=r"at least 1 for each of the boundaries \[4, 16\], got"):
         choose_batch_sizes(BOUNDARIES, 16, [3])
-    with pytest.raises(ValueError, match=r"got \[3, 0\]"):
-        choose_batch_sizes(BOUNDARIES, 16, [3, 0])
+    for sizes in ([3, 0], [3, 1.5], 3):
+        with pytest.raises(ValueError, match=re.escape(f"got {sizes}")):
+            choose_batch_sizes(BOUNDARIES, 16, sizes)
+    other = tmp_path / "other.yaml"
+    for text in ("tokens: 64", "[1", "a sentence"):
+        other.write_text(text)
+        with pytest.raises(ValueError, match=r"that has them, got '.*other.yaml' without; `xtun"):
+            choose_batch_sizes(BOUNDARIES, 16, str(other))
     with pytest.raises(ValueError, match="a file on this machine, got 'nowhere"):
         check_bucket_arguments(dict(boundaries=[4, 16], batch_sizes="nowhere.yaml"))
     with pytest.raises(ValueError, match=rf"none for \[32\] in {measured}, which has \[4, 8, 16\]"):

@@ -111,8 +111,9 @@ def test_training_is_the_same_with_it(tmp_path, make_runner, packs):
 
 
 def test_what_it_cannot_count_is_refused(make_llm):
-    with pytest.raises(ValueError, match="interval must be at least 1, got 0"):
-        ExposureHook(interval=0)
+    for interval in (0, 1.5, None):
+        with pytest.raises(ValueError, match=f"interval must be .* at least 1, got {interval}"):
+            ExposureHook(interval=interval)
     with pytest.raises(ValueError, match=r"boundaries must be .* got \[4, 2\]"):
         ExposureHook(boundaries=[4, 2])
     with pytest.raises(RuntimeError, match="published for ExposureHook, got none; it needs"):

@@ -142,11 +142,16 @@ def test_lengths_are_those_of_the_rule():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(lengths=[64, 64]), r"lengths must rise from 2 or more, got \[64, 64\]; leave"),
-        (dict(num_documents=0), "num_documents must be at least 1, got 0"),
+        (dict(lengths=[64, 64]), r"that rise from 2 or more, got \[64, 64\]; leave"),
+        (dict(lengths=[2.5]), r"lengths must be integers .*, got \[2.5\]; leave"),
+        (dict(lengths=[]), r"lengths must be integers .*, got \[\]; leave"),
+        (dict(num_documents=0), "num_documents must be an integer of at least 1, got 0"),
+        (dict(max_length=0), "max_length must be an integer of at least 1, got 0"),
+        (dict(every_n_iters=-1), "every_n_iters must be an integer of at least 1, got -1"),
+        (dict(every_n_iters=1.5), "every_n_iters must be an integer of at least 1, got 1.5"),
         (dict(dtype="float32"), "None, 'bfloat16' or 'float16', got 'float32'"),
     ],
 )
 def test_what_it_cannot_measure_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        LengthExtrapolationHook(None, max_length=2048, **options)
+        LengthExtrapolationHook(None, **dict(max_length=2048) | options)

@@ -201,7 +201,9 @@ def test_autocast_and_clipping_are_those_of_the_wrapper():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(tokens_per_step=0), "tokens_per_step must be at least 1, got 0"),
+        (dict(tokens_per_step=0), "tokens_per_step must be an integer of at least 1, got 0"),
+        (dict(tokens_per_step=float("inf")), "tokens_per_step must be an integer .*, got inf"),
+        (dict(tokens_per_step="a"), "tokens_per_step must be an integer .*, got 'a'"),
         (dict(tokens_per_step=1, dtype="float16"), "None or 'bfloat16', got 'float16'; "),
     ],
 )

@@ -114,9 +114,15 @@ def resolve_inputs(
     check_inputs(tokens_per_batch=tokens_per_batch, seed=seed, batch_size=batch_size)
     if lengths is None:
         lengths = lengths_of(getattr(sampler, "dataset", None))
-    lengths = np.asarray(lengths, dtype=np.int64)
-    if not len(lengths) or lengths.min() < 1:
-        got = f"{lengths.min()} at {lengths.argmin()}" if len(lengths) else "[]"
+    # not int64 at once, which makes 1 of 1.5
+    lengths = np.asarray(lengths)
+    if lengths.size and (lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer)):
+        raise ValueError(
+            f"lengths must be an integer for each document, got {lengths.dtype} of shape "
+            f"{lengths.shape}; give the tokens of each"
+        )
+    if not lengths.size or lengths.min() < 1:
+        got = f"{lengths.min()} at {lengths.argmin()}" if lengths.size else "[]"
         raise ValueError(
             f"lengths must be at least 1 and not empty, got {got}; leave out documents without "
             "tokens"
@@ -131,7 +137,7 @@ def resolve_inputs(
     if seed is None:
         seed = getattr(sampler, "seed", None)
     return SamplerInputs(
-        lengths=lengths,
+        lengths=lengths.astype(np.int64),
         seed=sync_random_seed() if seed is None else seed,
         num_replicas=num_replicas,
         rank=rank,

@@ -28,12 +28,15 @@ def choose_batch_sizes(
         return np.maximum(tokens_per_batch // boundaries, 1)
     if isinstance(batch_sizes, str):
         batch_sizes = _read(batch_sizes, boundaries)
-    if len(batch_sizes) != len(boundaries) or min(batch_sizes) < 1:
+    # not int64 at once, which makes 1 of 1.5
+    sizes = np.asarray(batch_sizes)
+    is_whole = np.issubdtype(sizes.dtype, np.integer)
+    if not is_whole or sizes.shape != boundaries.shape or sizes.min() < 1:
         raise ValueError(
-            f"batch_sizes must be at least 1 for each of the boundaries {boundaries.tolist()}, got "
-            f"{list(batch_sizes)}"
+            "batch_sizes must be integers of at least 1 for each of the boundaries "
+            f"{boundaries.tolist()}, got {batch_sizes!r}"
         )
-    return np.asarray(batch_sizes, dtype=np.int64)
+    return sizes.astype(np.int64)
 
 
 def _read(path: str, boundaries: np.ndarray) -> list[int]:
@@ -42,7 +45,16 @@ def _read(path: str, boundaries: np.ndarray) -> list[int]:
             f"batch_sizes must be numbers, or a file on this machine, got {path!r}; "
             "`xtuner-mamba probe-batch CONFIG` writes one, with batch_sizes=None in the config"
         )
-    measured = yaml.safe_load(Path(path).read_text())["batch_sizes"]
+    try:
+        contents = yaml.safe_load(Path(path).read_text())
+    except yaml.YAMLError:
+        contents = None
+    if not isinstance(contents, dict) or "batch_sizes" not in contents:
+        raise ValueError(
+            f"batch_sizes must be numbers, or a file that has them, got {path!r} without; "
+            "`xtuner-mamba probe-batch CONFIG` writes one"
+        )
+    measured = contents["batch_sizes"]
     missing = [boundary for boundary in boundaries.tolist() if boundary not in measured]
     if missing:
         raise ValueError(

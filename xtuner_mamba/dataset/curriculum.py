@@ -1,6 +1,8 @@
 """Short documents before long ones: the order of an epoch's batches."""
 
 from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 
@@ -17,14 +19,12 @@ class LengthCurriculum:
     """
 
     def __init__(self, schedule: Sequence[tuple[float, int]]) -> None:
-        pairs = [pair for pair in schedule if isinstance(pair, list | tuple) and len(pair) == 2]
-        epochs, boundaries = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        rises = all(np.diff(column).min(initial=1) > 0 for column in (epochs, boundaries))
-        if not pairs or len(pairs) < len(schedule) or epochs[0] != 0 or not rises:
+        if not _rises(schedule):
             raise ValueError(
-                f"schedule must be pairs (epoch, boundary) that rise from epoch 0, got {schedule}; "
-                "such as [(0, 512), (0.25, 1024), (0.5, 2048)]"
+                "schedule must be pairs (epoch, boundary) that rise from epoch 0, got "
+                f"{schedule!r}; such as [(0, 512), (0.25, 1024), (0.5, 2048)]"
             )
+        epochs, boundaries = zip(*schedule)
         self._ends, self._boundaries = epochs[1:], boundaries[:-1]
 
     def order(self, lengths: np.ndarray, epoch: int) -> tuple[np.ndarray, int]:
@@ -57,3 +57,16 @@ class LengthCurriculum:
             ordered = np.concatenate([ordered, chosen])
             left = left[~np.isin(left, chosen)]
         return np.concatenate([ordered, left]), int(num_early)
+
+
+def _rises(schedule: Any) -> bool:
+    if not isinstance(schedule, list | tuple) or not schedule:
+        return False
+    for pair in schedule:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            return False
+        if not isinstance(pair[0], Real) or not isinstance(pair[1], Integral):
+            return False
+    epochs, boundaries = zip(*schedule)
+    columns_rise = all(np.diff(column).min(initial=1) > 0 for column in (epochs, boundaries))
+    return epochs[0] == 0 and boundaries[0] >= 1 and columns_rise

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from xtuner.utils.device import get_device
 
+from xtuner_mamba.dataset.arguments import check_integer
 from xtuner_mamba.engine.hooks.packed_layout_hook import publish_batch
 from xtuner_mamba.engine.step_windows import TokenWindows
 
@@ -46,8 +47,7 @@ class TokenAccumulationOptimWrapper(OptimWrapper):
         dtype: str | None = None,
         clip_grad: dict | None = None,
     ) -> None:
-        if tokens_per_step < 1:
-            raise ValueError(f"tokens_per_step must be at least 1, got {tokens_per_step}")
+        check_integer("tokens_per_step", tokens_per_step, 1)
         if dtype not in (None, "bfloat16"):
             raise ValueError(
                 f"dtype must be None or 'bfloat16', got {dtype!r}; float16 needs the loss scaling "

@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from xtuner.utils.device import get_device
 
+from xtuner_mamba.dataset.arguments import check_integer
 from xtuner_mamba.dataset.buckets import check_boundaries
 from xtuner_mamba.engine.tables import table_text
 from xtuner_mamba.engine.token_losses import backbone, token_losses
@@ -38,6 +39,9 @@ class ExposureHook(Hook):
     Args:
         boundaries: Longest document of each bucket, rising; longer ones are in another bucket.
         interval: Iterations between tables.
+
+    Raises:
+        ValueError: An argument cannot be met.
     """
 
     def __init__(
@@ -46,8 +50,7 @@ class ExposureHook(Hook):
         interval: int = 100,
     ) -> None:
         self._boundaries = check_boundaries(boundaries)
-        if interval < 1:
-            raise ValueError(f"interval must be at least 1, got {interval}")
+        check_integer("interval", interval, 1)
         self._interval = interval
 
     def before_train(self, runner: Runner) -> None:

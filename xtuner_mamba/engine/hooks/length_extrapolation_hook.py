@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from xtuner.registry import BUILDER
 from xtuner.utils.device import get_device
 
+from xtuner_mamba.dataset.arguments import check_integer
 from xtuner_mamba.engine.tables import table_text
 from xtuner_mamba.engine.token_losses import backbone, token_losses
 from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout
@@ -67,16 +68,19 @@ class LengthExtrapolationHook(Hook):
         every_n_iters: int | None = None,
         dtype: str | None = None,
     ) -> None:
+        check_integer("max_length", max_length, 1)
+        check_integer("num_documents", num_documents, 1)
+        if every_n_iters is not None:
+            check_integer("every_n_iters", every_n_iters, 1)
         if lengths is None:
             wanted = {_SHORTEST, *(int(max_length * multiple) for multiple in _MULTIPLES)}
             lengths = sorted(length for length in wanted if length >= _SHORTEST)
-        if not lengths or lengths[0] < 2 or (np.diff(lengths) < 1).any():
+        is_whole = np.issubdtype(np.asarray(lengths).dtype, np.integer)
+        if not is_whole or lengths[0] < 2 or (np.diff(lengths) < 1).any():
             raise ValueError(
-                f"lengths must rise from 2 or more, got {list(lengths)}; leave them out for "
-                f"{_SHORTEST} to {_MULTIPLES[-1]} times max_length"
+                f"lengths must be integers that rise from 2 or more, got {lengths}; leave them out "
+                f"for {_SHORTEST} to {_MULTIPLES[-1]} times max_length"
             )
-        if num_documents < 1:
-            raise ValueError(f"num_documents must be at least 1, got {num_documents}")
         if dtype not in (None, "bfloat16", "float16"):
             raise ValueError(f"dtype must be None, 'bfloat16' or 'float16', got {dtype!r}")
         self._dataset, self._max_length = dataset, max_length

@@ -10,6 +10,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch import nn
 
+from xtuner_mamba.dataset.arguments import check_integer
 from xtuner_mamba.engine.flops import training_flops_per_token
 
 # iterations that the logged means are of
@@ -48,11 +49,8 @@ class ThroughputHook(Hook):
     priority = 55
 
     def __init__(self, tokens_per_batch: int | None = None) -> None:
-        if tokens_per_batch is not None and tokens_per_batch < 1:
-            raise ValueError(
-                f"tokens_per_batch must be at least 1, got {tokens_per_batch}; it is max_length "
-                "for packs"
-            )
+        if tokens_per_batch is not None:
+            check_integer("tokens_per_batch", tokens_per_batch, 1)
         self._tokens_per_batch = tokens_per_batch
         self._counts, self._logged = _Counts(), deque(maxlen=_LOGGED_ITERS)
 
