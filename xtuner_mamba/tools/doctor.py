@@ -4,7 +4,7 @@ CONFIG is what `xtuner train` takes; with --work-dir the log of its newest run t
 Every check that finds something says what to do, and which line to change. They come in the order
 of suspicion: does the loss really fall, do labels stand where they should, is the state reset, do
 the lengths fit, and only then the model. Exits with 1 if something was found, with 2 if nothing
-was but a check could not run, else with 0.
+was but a check could not run or the config cannot be read, else with 0.
 """
 
 import argparse
