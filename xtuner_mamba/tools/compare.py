@@ -24,7 +24,7 @@ from xtuner_mamba.tools.compare_documents import choose_documents, read_settings
 from xtuner_mamba.tools.compare_run import SCHEMES, train_scheme
 from xtuner_mamba.tools.corpus import read_config
 from xtuner_mamba.tools.fresh_process import interrupted_by_sigterm, run_fresh
-from xtuner_mamba.tools.output_path import check_output
+from xtuner_mamba.tools.output_path import check_picture
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train, print the table, or JSON, and draw the picture."""
     args = _parse_args(argv)
     try:
-        _check_picture(args.png)
+        check_picture(args.png)
         with interrupted_by_sigterm():
             runs = compare(args.config, args.steps, args.chunk_length)
     except (ValueError, OSError, RuntimeError) as error:
@@ -162,12 +162,6 @@ def draw(runs: list[Run], path: Path) -> None:
     axes[2].legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def _check_picture(path: Path) -> None:
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    check_output("--png", path, FigureCanvasBase.get_supported_filetypes())
 
 
 def _parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -17,7 +17,7 @@ from rich.table import Table
 from xtuner_mamba.dataset.length_advice import Advice, advise
 from xtuner_mamba.dataset.lengths import LengthReport, analyse_lengths
 from xtuner_mamba.tools.corpus import read_corpus
-from xtuner_mamba.tools.picture import check_picture
+from xtuner_mamba.tools.output_path import check_picture
 
 _DEFAULT_MAX_LENGTH = 8192
 _DEFAULT_TOKENS = 16_000

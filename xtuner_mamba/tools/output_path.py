@@ -31,3 +31,11 @@ def check_output(option: str, path: Path, suffixes: Collection[str] | None = Non
         ) from None
     if is_new:
         path.unlink()
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a path of ``--png`` to which matplotlib cannot write, as :func:`check_output` does."""
+    # importing matplotlib takes a second, which --help can do without
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    check_output("--png", path, FigureCanvasBase.get_supported_filetypes())
