@@ -1,8 +1,9 @@
-"""Time forward and backward of a whole Mamba: packed here, and the ways that others have.
+"""Time forward and backward of a whole model: packed here, and the ways that others have.
 
 Weights are random and bfloat16 (``A_log`` and ``D`` float32 here), documents log-normal(6.2, 0.85)
-kept in [57, 2048], no activation checkpointing. Needs a GPU; the other ways need mamba-ssm and
-causal-conv1d. "leaking" is their packed row, whose documents see each other: fast and wrong.
+kept in [57, 2048], no activation checkpointing. Needs a GPU; the other ways of a Mamba need
+mamba-ssm and causal-conv1d, Mamba-2 needs mamba-ssm in any way, Llama takes PyTorch's attention.
+"leaking" is their packed row, whose documents see each other: fast and wrong.
 --without leaves parts of the packed way to transformers, --profile says what its time went to.
 Appends a row a way to benchmarks/results/model.csv.
 """
@@ -22,7 +23,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout
 from xtuner_mamba.model import dispatch_packed
@@ -31,29 +39,54 @@ from xtuner_mamba.model.sft import cast_all_but_dynamics
 from xtuner_mamba.testing import lognormal_lengths
 
 RESULTS = Path(__file__).parent / "results" / "model.csv"
-# state-spaces/mamba-*-hf
-SIZES = {
-    "130m": dict(hidden_size=768, num_hidden_layers=24),
-    "370m": dict(hidden_size=1024, num_hidden_layers=48),
-    "1.4b": dict(hidden_size=2048, num_hidden_layers=48),
+# state-spaces/mamba-*-hf, mamba2-1.3b and Llama-3.2-1B, all with the vocabulary of the first
+MODELS: dict[str, tuple[type[PretrainedConfig], dict]] = {
+    "mamba-130m": (MambaConfig, dict(hidden_size=768, num_hidden_layers=24)),
+    "mamba-370m": (MambaConfig, dict(hidden_size=1024, num_hidden_layers=48)),
+    "mamba-1.4b": (MambaConfig, dict(hidden_size=2048, num_hidden_layers=48)),
+    "mamba2-1.3b": (
+        Mamba2Config,
+        dict(
+            hidden_size=2048,
+            num_hidden_layers=48,
+            num_heads=64,
+            head_dim=64,
+            n_groups=1,
+            state_size=128,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "llama-1b": (
+        LlamaConfig,
+        dict(
+            hidden_size=2048,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            intermediate_size=8192,
+            tie_word_embeddings=True,
+        ),
+    ),
 }
 WAYS = ("packed", "leaking", "padded", "alone")
 PARTS = ("norm", "loss", "recompute")
 DOCUMENTS_A_BATCH = 16
 
 
-def make_model(size: str) -> MambaForCausalLM:
+def make_model(name: str) -> PreTrainedModel:
     """Build a model of random weights on the GPU."""
-    config = MambaConfig(vocab_size=50280, use_cache=False, **SIZES[size])
+    config_class, sizes = MODELS[name]
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = MambaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(
+            config_class(vocab_size=50280, use_cache=False, **sizes)
+        )
     cast_all_but_dynamics(model, torch.bfloat16)
     return model.train()
 
 
 def make_step(
-    way: str, model: MambaForCausalLM, total: int, without: Sequence[str]
+    way: str, model: PreTrainedModel, total: int, without: Sequence[str]
 ) -> tuple[Callable[[], None], int]:
     """Return a function that runs forward and backward once, and the real tokens it trains on."""
     lengths = lognormal_lengths(total, seed=0)
@@ -90,15 +123,15 @@ def make_step(
     return lambda: _loss(model, rows, labels).backward(), real
 
 
-def _loss(model: MambaForCausalLM, input_ids: Tensor, labels: Tensor) -> Tensor:
+def _loss(model: PreTrainedModel, input_ids: Tensor, labels: Tensor) -> Tensor:
     return model(input_ids, labels=labels).loss
 
 
 def measure(
-    way: str, size: str, total: int, repeats: int, without: Sequence[str], with_profile: bool
+    way: str, name: str, total: int, repeats: int, without: Sequence[str], with_profile: bool
 ) -> dict:
     """Run a way a few times; median seconds, tokens a second, and the memory at its peak."""
-    model = make_model(size)
+    model = make_model(name)
     step, real = make_step(way, model, total, without)
     seconds = []
     for i in range(repeats + 2):
@@ -146,7 +179,7 @@ def profile_step(step: Callable[[], None]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Measure, record and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", choices=SIZES, default="130m")
+    parser.add_argument("--model", choices=MODELS, default="mamba-130m")
     parser.add_argument("--tokens", type=int, default=32768, help="of a packed step")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
@@ -171,12 +204,12 @@ def main(argv: list[str] | None = None) -> int:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
-        "model": args.size,
+        "model": args.model,
     }
     rows = []
     for way in args.ways:
         rows.append(
-            about | measure(way, args.size, args.tokens, args.repeats, args.without, args.profile)
+            about | measure(way, args.model, args.tokens, args.repeats, args.without, args.profile)
         )
         torch.cuda.empty_cache()
     RESULTS.parent.mkdir(exist_ok=True)
@@ -191,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     for row in rows:
         speed = f"{row['tokens_per_second']:,}"
         table.add_row(row["way"], f"{row['seconds']:.3f}", speed, f"{row['peak_gib']:.1f}")
-    Console().print(f"Mamba-{args.size}, {about['gpu']}", table)
+    Console().print(f"{args.model}, {about['gpu']}", table)
     return 0
 
 
