@@ -34,6 +34,7 @@ bench: $(INSTALLED_DEV)
 	$(PYTHON) benchmarks/bench_cpu_scan.py
 	$(PYTHON) benchmarks/bench_planning.py
 	$(PYTHON) benchmarks/bench_lengths.py
+	$(PYTHON) benchmarks/bench_attention.py
 	if $(PYTHON) -c "import torch; raise SystemExit(not torch.cuda.is_available())"; \
 	then $(PYTHON) benchmarks/bench_kernels.py; fi
 
