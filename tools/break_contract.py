@@ -194,7 +194,11 @@ def run_tests(breach: str | None, tests: list[str]) -> tuple[int, list[str]]:
             f"{run.stdout[-2000:]}{run.stderr[-2000:]}"
         )
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+::\w+)", run.stdout, re.MULTILINE)
-    counts = re.findall(r"(\d+) (?:passed|failed|errors?)\b", run.stdout.splitlines()[-1])
+    # the last line may be a library's, which says something when it is left
+    summary = re.findall(
+        r"^.*\b(?:passed|failed|errors?)\b.* in [\d.]+s.*$", run.stdout, re.MULTILINE
+    )
+    counts = re.findall(r"(\d+) (?:passed|failed|errors?)\b", summary[-1])
     return sum(map(int, counts)), failed
 
 
