@@ -2,15 +2,10 @@
 
 import json
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import prove_families
 import pytest
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import prove_families  # noqa: E402
 
 
 @pytest.fixture
