@@ -19,7 +19,21 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "benchmarks" / "results" / "gpu_tests.md"
-TESTS = ["tests/ops", "tests/model/test_fused_model.py"]
+TESTS = [
+    "tests/ops",
+    *(
+        f"tests/model/test_{name}.py"
+        for name in (
+            "attention_dispatch",
+            "carried_states",
+            "families",
+            "fused_model",
+            "lora",
+            "mamba_ssm_mixers",
+        )
+    ),
+    "tests/test_probe_batch.py",
+]
 PACKAGES = ["torch", "triton", "transformers", "mmengine", "xtuner"]
 
 
