@@ -14,6 +14,8 @@ from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout
 from xtuner_mamba.model import dispatch_packed, loss
 from xtuner_mamba.model.dispatch import mamba, mamba_lm
 from xtuner_mamba.model.loss import packed_loss
+from xtuner_mamba.ops import selective_scan
+from xtuner_mamba.ops.selective_scan import triton
 from xtuner_mamba.testing import relative_rms
 
 GPU = torch.cuda.is_available()
@@ -194,6 +196,32 @@ def test_recomputing_changes_no_bit():
     expected = step(kept, batch, fuse=False)
     for name, value in step(recomputed, batch, fuse=False).items():
         assert torch.equal(value, expected[name]), name
+
+
+def test_recomputed_scans_may_keep_more_than_the_first_ones(monkeypatch):
+    """As the Gluon kernels do, whose second run keeps the states that the backward starts from."""
+    original, kept_at_last = triton._KERNELS, []
+
+    def forward(*args, backward_follows, **options):
+        y, final_states, kept = original.forward(
+            *args, backward_follows=backward_follows, **options
+        )
+        return y, final_states, kept if backward_follows else None
+
+    def backward(*args, **options):
+        kept_at_last.append(args[11])
+        return original.backward(*args, **options)
+
+    kept, recomputed = make_model(), make_model()
+    monkeypatch.setattr(mamba, "selective_scan", functools.partial(selective_scan, impl="triton"))
+    dispatch_packed(kept, fuse_norm=False, recompute=False)
+    dispatch_packed(recomputed, fuse_norm=False, recompute=True)
+    batch = make_batch()
+    expected = step(kept, batch, fuse=False)
+    monkeypatch.setattr(triton, "_KERNELS", original._replace(forward=forward, backward=backward))
+    for name, value in step(recomputed, batch, fuse=False).items():
+        assert torch.equal(value, expected[name]), name
+    assert [states.ndim for states in kept_at_last] == LAYERS * [3]
 
 
 def kept_bytes(model, batch) -> int:
@@ -456,6 +484,24 @@ def test_no_step_waits_for_the_gpu(autocast):
             forward().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(
+    not GPU or torch.cuda.get_device_capability() != (9, 0), reason="asks something of Hopper"
+)
+def test_recomputing_on_the_kernels_for_hopper(monkeypatch):
+    """Their first run and the one that keeps the states round exponentials differently."""
+    # named, they are never switched
+    monkeypatch.setattr(mamba, "selective_scan", functools.partial(selective_scan, impl="gluon"))
+    batch = make_batch([100, 300, 17])
+    results = []
+    for recompute in (False, True):
+        model = make_model(torch.bfloat16, hidden_size=64, state_size=16)
+        dispatch_packed(model, recompute=recompute)
+        results.append(step(model, batch, fuse=None))
+    kept, recomputed = results
+    assert torch.equal(recomputed["loss"], kept["loss"])
+    assert_close(recomputed, kept, 1e-2)
 
 
 @needs_gpu

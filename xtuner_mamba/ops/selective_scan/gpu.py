@@ -73,7 +73,8 @@ class SelectiveScanFunction(torch.autograd.Function):
             if chunks is not None:
                 final_states = final_states[chunks.last]
             final_states = final_states.mT.contiguous()
-        ctx.save_for_backward(*args, kept)
+        # never None: a checkpoint must find as many tensors in the run that keeps something
+        ctx.save_for_backward(*args, A.new_empty(0) if kept is None else kept)
         ctx.kernels, ctx.chunks, ctx.dt_softplus = kernels, chunks, dt_softplus
         ctx.set_materialize_grads(False)
         return y, final_states
@@ -83,6 +84,7 @@ class SelectiveScanFunction(torch.autograd.Function):
     def backward(ctx, dy, dfinal_states):
         # read once: activation checkpointing lets a tensor be unpacked a single time
         *args, kept = ctx.saved_tensors
+        kept = kept if kept.ndim == 3 else None
         x, dt, A, BC, D, z, dt_bias = args[:7]
         chunks = ctx.chunks
         if dy is None:
