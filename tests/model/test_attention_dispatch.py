@@ -301,11 +301,13 @@ def test_a_window_one_token_wider_would_be_noticed(name):
 
 def test_jamba_has_no_window_whatever_its_config_says():
     """As in transformers, but for its flash attention."""
-    model = build(partial(make_jamba, sliding_window=4))
+    # the scan's kernels take no float64; a window would change a tenth and more
+    dtype, tolerance = (torch.float32, 1e-4) if GPU else (torch.float64, 1e-6)
+    model = build(partial(make_jamba, sliding_window=4), dtype)
     tokens = make_tokens()
     alone = run_alone(model, tokens)
     dispatch_packed(model)
-    assert relative_rms(run_packed(model, tokens), alone) < 1e-6
+    assert relative_rms(run_packed(model, tokens), alone) < tolerance
 
 
 def test_qwen2_has_a_window_in_its_upper_layers(monkeypatch):
@@ -344,9 +346,12 @@ def test_a_long_document_does_not_change_the_rotary_embedding_of_others(settings
     tokens = make_tokens(lengths)
     packed = build(lambda: make(**settings))
     dispatch_packed(packed)
-    # every document by a model that has seen no other
-    parts = tokens.split(lengths, dim=1)
-    exact = torch.cat([build(lambda: make(**settings))(part).logits for part in parts], dim=1)
+    # every document by a model that has seen no other; transformers 4.48 keeps the frequencies of
+    # long rope where the model was built
+    parts = tokens.cpu().split(lengths, dim=1)
+    models = [build(lambda: make(**settings)).cpu() for _ in parts]
+    alone = [model(part).logits for model, part in zip(models, parts)]
+    exact = torch.cat(alone, dim=1).to(DEVICE)
     for _ in range(2):
         assert relative_rms(run_packed(packed, tokens, lengths), exact) < 1e-6
     stock = type(packed.model.rotary_emb).forward

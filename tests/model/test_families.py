@@ -157,8 +157,9 @@ def test_errs_like_eager_documents_alone(monkeypatch, name, dtype):
             errors.setdefault(re.sub(r"layers\.\d", "layers", parameter), []).append(pair)
     for parameter, pairs in errors.items():
         ours, theirs = (sum(error) / len(pairs) for error in zip(*pairs))
-        # one correct rounding errs by eps / 4
-        allowed = 3 * max(theirs, torch.finfo(dtype).eps / 4)
+        # one correct rounding errs by eps / 4; a GPU's exponentials by 2 units in the last place
+        factor = 4 if DEVICE.type == "cuda" and dtype == torch.float32 else 3
+        allowed = factor * max(theirs, torch.finfo(dtype).eps / 4)
         assert ours <= allowed, f"{parameter}: {ours:.2e}, eager {theirs:.2e}"
 
 

@@ -381,10 +381,10 @@ def test_kernels_err_like_eager(dtype):
         *([{n: draw[n] for n in halves} for draw in draws] for draws in (actual, eager, exact)),
         factor=16,
     )
-    # and so a sum in float32 is no better than those
+    # and so a sum in float32 is no better than those; that of a head may nearly cancel
     for name in eager[0].keys() - halves:
         for draw, oracle in zip(actual, exact):
-            assert relative_rms(draw[name], oracle[name]) < torch.finfo(dtype).eps, name
+            assert relative_rms(draw[name], oracle[name]) < 4 * torch.finfo(dtype).eps, name
 
 
 @needs_gpu
