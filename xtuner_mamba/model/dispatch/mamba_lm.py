@@ -36,12 +36,17 @@ def mamba_block_forward(
         dtype=self.norm.weight.dtype,
         residual_dtype=torch.float32 if self.residual_in_fp32 else hidden_states.dtype,
     )
-    return residual + self.mixer(
+    mixed = self.mixer(
         normed,
         cache_params=cache_params,
         cache_position=cache_position,
         attention_mask=attention_mask,
     )
+    if not residual.is_cuda or residual.dtype == mixed.dtype:
+        return residual + mixed
+    from xtuner_mamba.ops.residual import add_to_residual
+
+    return add_to_residual(residual, mixed)
 
 
 def mamba_norm_forward(
