@@ -14,7 +14,7 @@ from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout
 from xtuner_mamba.model import dispatch_packed, loss
 from xtuner_mamba.model.dispatch import mamba, mamba_lm
 from xtuner_mamba.model.loss import packed_loss
-from xtuner_mamba.ops import selective_scan
+from xtuner_mamba.ops import causal_conv1d, halves, selective_scan
 from xtuner_mamba.ops.selective_scan import triton
 from xtuner_mamba.testing import relative_rms
 
@@ -344,6 +344,79 @@ def test_zero3_recomputes_nothing(monkeypatch):
     for parameter in model.parameters():
         parameter.ds_id = 0
     step(model, make_batch(), fuse=False)
+
+
+# -- gradients written where they are read ---------------------------------------------------------
+
+
+@pytest.fixture
+def mixer_kernels(monkeypatch):
+    """Run the Triton kernels of conv and scan, in the interpreter where there is no GPU."""
+    for op in (causal_conv1d, selective_scan):
+        monkeypatch.setattr(mamba, op.__name__, functools.partial(op, impl="triton"))
+
+
+def split_by_chunk(xz):
+    """Split as PyTorch does, whose backward copies both gradients."""
+    return *xz.chunk(2, dim=-1), None, None
+
+
+def as_it_is(model):
+    return model
+
+
+def with_lora(model):
+    """Freeze in_proj, and all that comes before the first one."""
+    config = LoraConfig(r=2, target_modules=["x_proj", "dt_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(model, config).to(DEVICE)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    return model
+
+
+def without_silu(model):
+    for block in model.backbone.layers:
+        block.mixer.activation, block.mixer.act = "gelu", torch.nn.GELU()
+    return model
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("change", [as_it_is, with_lora, without_silu])
+def test_gradients_side_by_side_are_those_of_a_copy(mixer_kernels, monkeypatch, change, recompute):
+    results = []
+    for split in (mamba.split_halves, split_by_chunk):
+        monkeypatch.setattr(mamba, "split_halves", split)
+        model = make_model(hidden_size=8, num_hidden_layers=2)
+        dispatch_packed(model, fuse_norm=False, recompute=recompute)
+        results.append(step(change(model), make_batch([5, 1]), fuse=False))
+    together, apart = results
+    assert together.keys() == apart.keys()
+    for name, value in apart.items():
+        assert torch.equal(together[name], value), name
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_gradient_of_in_proj_is_where_conv_and_scan_wrote_it(
+    mixer_kernels, monkeypatch, recompute
+):
+    original, written = halves.GradientHalf.allocate, []
+
+    def allocate(self):
+        written.append(original(self))
+        return written[-1]
+
+    monkeypatch.setattr(halves.GradientHalf, "allocate", allocate)
+    model, arrived = make_model(hidden_size=8, num_hidden_layers=1), []
+    dispatch_packed(model, fuse_norm=False, recompute=recompute)
+    model.backbone.layers[0].mixer.in_proj.register_forward_hook(
+        lambda _, __, xz: xz.register_hook(arrived.append) and None
+    )
+    step(model, make_batch([5, 1]), fuse=False)
+    (dxz,), (dz, dx) = arrived, written
+    assert dx.is_set_to(dxz[..., :16])
+    assert dz.is_set_to(dxz[..., 16:])
 
 
 # -- the loss without logits ----------------------------------------------------------------------

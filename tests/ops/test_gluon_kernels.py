@@ -16,6 +16,7 @@ import torch
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.ops import backward_follows, selective_scan
+from xtuner_mamba.ops.halves import split_halves
 from xtuner_mamba.ops.selective_scan import api, chunks, gluon_support
 from xtuner_mamba.testing import (
     assert_errs_like_eager,
@@ -212,6 +213,20 @@ def test_a_document_leaves_the_bits_of_the_others_alone(value, monkeypatch):
         assert not torch.equal(after[name], before[name]), name
     for name in OF_STATES:
         assert torch.equal(after[name][states], before[name][states]), name
+
+
+@runs_kernels
+def test_the_gradient_of_the_gate_is_written_where_it_is_told():
+    inputs = {name: t.to(DEVICE) for name, t in make_small().items()}
+    whole = torch.cat(2 * [inputs["z"]], dim=2).requires_grad_()
+    dy = eighths(inputs["x"].shape).to(DEVICE)
+    grads = []
+    for z, dz_out in ((whole.chunk(2, dim=2)[1], None), split_halves(whole)[1::2]):
+        y = selective_scan(**inputs | {"z": z, "dz_out": dz_out}, dt_softplus=True, impl="gluon")
+        grads += torch.autograd.grad(y, z, dy.to(y))
+    plain, told = grads
+    assert torch.equal(told, plain)
+    assert (plain.stride(1), told.stride(1), told.storage_offset()) == (128, 256, 128)
 
 
 @runs_kernels

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from xtuner_mamba.layout import PackedLayout, check_cu_seqlens
 from xtuner_mamba.ops import causal_conv1d, selective_scan
 from xtuner_mamba.ops.causal_conv1d.triton_fwd import GROUP, tokens_of_a_program
+from xtuner_mamba.ops.halves import split_halves
 from xtuner_mamba.ops.selective_scan import chunks, triton_bwd
 from xtuner_mamba.ops.selective_scan.triton_fwd import CHUNK
 from xtuner_mamba.testing import (
@@ -392,6 +393,47 @@ def test_conv_of_slices_and_transposed_rows():
         assert not x.is_contiguous()
         y = causal_conv1d(**inputs | {"x": x}, activation="silu", impl="triton")
         assert torch.equal(y.cpu(), expected)
+
+
+HALF = {"scan": ("z", "dz_out"), "conv": ("x", "dx_out")}
+
+
+@pytest.mark.parametrize("i_half", [0, 1])
+def test_a_gradient_is_written_where_it_is_told(op, i_half):
+    inputs = MAKERS[op]([5, 9], dim=24)
+    name, out = HALF[op]
+    dy = eighths(inputs["x"].shape)
+    expected = run(op, inputs, incoming=(dy, torch.zeros_like(inputs["initial_states"])))
+    leaves = {k: t.to(DEVICE) for k, t in inputs.items()}
+    halves = split_halves(torch.cat(2 * [leaves[name]], dim=2).requires_grad_())
+    leaves |= {name: halves[i_half], out: halves[2 + i_half]}
+    y = OPS[op](**leaves, **OPTIONS[op], impl="triton")
+    (gradient,) = torch.autograd.grad(y, halves[i_half], dy.to(DEVICE))
+    assert torch.equal(gradient.cpu(), expected[f"d{name}"])
+    assert gradient.stride(1) == 2 * 24
+    assert gradient.storage_offset() == 24 * i_half
+
+
+def gradients_of_halves(split):
+    """Run the conv on one half and the scan of its result, gated by the other, as a mixer does."""
+    scan = {k: t.to(DEVICE) for k, t in make_scan(LENGTHS, dim=24).items()}
+    conv = {k: t.to(DEVICE) for k, t in make_conv_inputs(LENGTHS, dim=24).items()}
+    whole = torch.cat([scan["x"], scan["z"]], dim=2).requires_grad_()
+    x, z, dx_out, dz_out = split(whole)
+    x = causal_conv1d(**conv | {"x": x}, activation="silu", dx_out=dx_out, impl="triton")
+    y = selective_scan(**scan | {"x": x, "z": z}, dt_softplus=True, dz_out=dz_out, impl="triton")
+    return torch.autograd.grad(y, [whole, x, z], eighths(y.shape).to(DEVICE))
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_gradients_of_two_halves_are_written_side_by_side(is_cut, request):
+    if is_cut:
+        request.getfixturevalue("cut")
+    apart = gradients_of_halves(lambda whole: (*whole.chunk(2, dim=2), None, None))
+    together = gradients_of_halves(split_halves)
+    assert all(map(torch.equal, together, apart))
+    dwhole, _, dz = together
+    assert dz.data_ptr() == dwhole.data_ptr() + 24 * dwhole.element_size()
 
 
 def test_rows_of_a_batch_are_documents(op):

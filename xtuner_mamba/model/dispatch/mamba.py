@@ -19,6 +19,7 @@ from xtuner_mamba.layout import PackedLayout, current_layout
 from xtuner_mamba.model.dispatch.cached_rows import CachedRows, refuse_cache_with_packs
 from xtuner_mamba.model.dispatch.continued_rows import ContinuedRows
 from xtuner_mamba.ops import backward_follows, causal_conv1d, rms_norm, selective_scan
+from xtuner_mamba.ops.halves import GradientHalf, split_halves
 
 Rows = CachedRows | ContinuedRows
 """Where states come from and go to, if not every sequence begins and ends here."""
@@ -115,7 +116,12 @@ def mix_documents(
 
 
 def convolve(
-    self: nn.Module, x: Tensor, *, cu_seqlens: Tensor | None = None, rows: Rows | None = None
+    self: nn.Module,
+    x: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    rows: Rows | None = None,
+    dx_out: GradientHalf | None = None,
 ) -> Tensor:
     """Conv and activation, ``(batch, seqlen, dim)`` in and out."""
     silu = self.activation in ("silu", "swish")
@@ -129,6 +135,7 @@ def convolve(
         activation="silu" if silu else None,
         initial_states=None if rows is None else rows.initial_conv_states(x),
         return_final_states=rows is not None,
+        dx_out=dx_out,
     )
     if rows is not None:
         y, final_states = y
@@ -209,11 +216,13 @@ def _mix(
     if family == "ZambaMambaMixer":
         # channel by channel, the one next to the other
         x, z = xz.unflatten(-1, (-1, 2)).unbind(-1)
+        dx_out = dz_out = None
     else:
-        x, z = xz.chunk(2, dim=-1)
-    x = convolve(self, x, cu_seqlens=cu_seqlens, rows=rows)
+        x, z, dx_out, dz_out = split_halves(xz)
+    x = convolve(self, x, cu_seqlens=cu_seqlens, rows=rows, dx_out=dx_out)
     heads = _zamba_heads(self, x) if family == "ZambaMambaMixer" else [_head(self, x, family)]
-    return self.out_proj(_scan(self, heads, x, z, cu_seqlens=cu_seqlens, rows=rows))
+    y = _scan(self, heads, x, z, cu_seqlens=cu_seqlens, rows=rows, dz_out=dz_out)
+    return self.out_proj(y)
 
 
 def _scan(
@@ -224,11 +233,13 @@ def _scan(
     *,
     cu_seqlens: Tensor | None,
     rows: Rows | None,
+    dz_out: GradientHalf | None,
 ) -> Tensor:
-    """Run the recurrence and the gate, head by head."""
+    """Run the recurrence and the gate, head by head; ``dz_out`` is for a single head."""
     silu = self.activation in ("silu", "swish")
     state_dtype = torch.promote_types(x.dtype, torch.float32)
-    x_heads, z_heads = (t.chunk(len(heads), dim=-1) for t in (x, z))
+    # to autograd a single chunk is a part, too, whose gradient it would copy
+    x_heads, z_heads = ([t] if len(heads) == 1 else t.chunk(len(heads), dim=-1) for t in (x, z))
     states = None if rows is None else rows.initial_ssm_states()
     if states is None:
         states = len(heads) * [None]
@@ -249,6 +260,7 @@ def _scan(
             cu_seqlens=cu_seqlens,
             initial_states=initial_states,
             return_final_states=rows is not None,
+            dz_out=dz_out,
         )
         if rows is not None:
             result, after = result

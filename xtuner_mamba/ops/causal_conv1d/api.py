@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from xtuner_mamba.ops.checks import check_tensors, resolve_cu_seqlens
+from xtuner_mamba.ops.halves import GradientHalf
 
 Impl = Literal["triton", "cpu", "reference"]
 
@@ -46,6 +47,7 @@ def causal_conv1d(
     activation: Literal["silu"] | None = None,
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
+    dx_out: GradientHalf | None = None,
     impl: Impl | None = None,
 ) -> Tensor | ConvWithStates:
     """Convolve every document on its own, as if each were alone in the batch.
@@ -63,6 +65,8 @@ def causal_conv1d(
             ``(num_seqs, dim, width - 1)``.
         return_final_states: Also return each document's last ``width - 1`` inputs, those of a
             shorter document led by its initial state (or zeros).
+        dx_out: Where the backward on a GPU writes the gradient of ``x``, one of the
+            :class:`~xtuner_mamba.ops.halves.Halves`; elsewhere nothing is changed by it.
         impl: ``"triton"`` runs on a GPU, ``"cpu"`` on a CPU in compiled loops, ``"reference"`` in
             plain PyTorch, anywhere. ``None`` takes the first on a GPU and the second elsewhere;
             a named one is never switched.
@@ -81,7 +85,9 @@ def causal_conv1d(
     args = (x.flatten(0, 1), weight, bias, initial_states, cu_seqlens, activation)
     # the ops choose their own precision: autocast would round their float32 products
     with torch.autocast(x.device.type, enabled=False):
-        y, final_states = _resolve(impl, x.device)(*args, return_final_states=return_final_states)
+        y, final_states = _resolve(impl, x.device)(
+            *args, return_final_states=return_final_states, dx_out=dx_out
+        )
     y = y.view(x.shape)
     return ConvWithStates(y, final_states) if return_final_states else y
 

@@ -7,6 +7,7 @@ from torch.autograd.function import once_differentiable
 from xtuner_mamba.ops.causal_conv1d.cpu_bwd import conv_bwd
 from xtuner_mamba.ops.causal_conv1d.cpu_fwd import conv_fwd
 from xtuner_mamba.ops.cpu_support import check_cpu_takes
+from xtuner_mamba.ops.halves import GradientHalf
 
 # tokens whose rows a kernel holds at a time
 _CHUNK = 64
@@ -15,8 +16,12 @@ _CHUNK = 64
 def causal_conv1d_cpu(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None,
     cu_seqlens: Tensor, activation: str | None, *, return_final_states: bool,
+    dx_out: GradientHalf | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """See :func:`xtuner_mamba.ops.causal_conv1d`; the rows are laid end to end."""
+    """See :func:`xtuner_mamba.ops.causal_conv1d`; the rows are laid end to end.
+
+    ``dx_out`` is not made use of.
+    """
     check_cpu_takes(x)
     return CausalConv1dFunction.apply(
         x, weight, bias, initial_states, cu_seqlens, activation, return_final_states

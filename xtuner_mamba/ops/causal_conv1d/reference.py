@@ -4,15 +4,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xtuner_mamba.ops.halves import GradientHalf
+
 
 def causal_conv1d_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None,
     cu_seqlens: Tensor, activation: str | None, *, return_final_states: bool,
+    dx_out: GradientHalf | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.causal_conv1d`; the rows are laid end to end.
 
     Every document is led by a state of ``width - 1`` rows, so that no tap reaches the document
     before. With width 3, documents of 2 and 1 tokens (a, b) stand as ``s s a a s s b``.
+    ``dx_out`` is not made use of.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     (total, dim), width = x.shape, weight.shape[1]

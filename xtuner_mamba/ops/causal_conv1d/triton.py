@@ -6,19 +6,21 @@ from torch.autograd.function import once_differentiable
 
 from xtuner_mamba.ops.causal_conv1d.triton_bwd import _conv_bwd
 from xtuner_mamba.ops.causal_conv1d.triton_fwd import _conv_fwd
+from xtuner_mamba.ops.halves import GradientHalf
 from xtuner_mamba.ops.triton_support import check_triton_takes, with_unit_stride
 
 
 def causal_conv1d_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None,
     cu_seqlens: Tensor, activation: str | None, *, return_final_states: bool,
+    dx_out: GradientHalf | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.causal_conv1d`; the rows are laid end to end."""
     check_triton_takes(x, "take impl='reference'")
     # kernels are launched on the current device, which need not be that of x
     with torch.cuda.device_of(x):
         return CausalConv1dFunction.apply(
-            x, weight, bias, initial_states, cu_seqlens, activation, return_final_states
+            x, weight, bias, initial_states, cu_seqlens, activation, return_final_states, dx_out
         )
 
 
@@ -26,7 +28,9 @@ class CausalConv1dFunction(torch.autograd.Function):
     """Saves the inputs; what stands before the activation is recomputed."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, initial_states, cu_seqlens, activation, return_final_states):
+    def forward(
+        ctx, x, weight, bias, initial_states, cu_seqlens, activation, return_final_states, dx_out
+    ):
         x = with_unit_stride(x)
         weight = weight.contiguous()
         if initial_states is not None:
@@ -38,7 +42,7 @@ class CausalConv1dFunction(torch.autograd.Function):
         args = x, weight, bias, initial_states, cu_seqlens, seq_idx
         y, final_states = _conv_fwd(*args, activation, return_final_states=return_final_states)
         ctx.save_for_backward(*args)
-        ctx.activation = activation
+        ctx.activation, ctx.dx_out = activation, dx_out
         ctx.set_materialize_grads(False)
         return y, final_states
 
@@ -50,11 +54,15 @@ class CausalConv1dFunction(torch.autograd.Function):
             dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         if dfinal_states is not None:
             dfinal_states = dfinal_states.contiguous()
-        _, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
-        dx, dweight, dbias, dinitial_states = _conv_bwd(
-            *args, ctx.activation, with_unit_stride(dy), dfinal_states,
+        needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
+        if needs_dx and ctx.dx_out is not None:
+            dx = ctx.dx_out.allocate().view(x.shape)
+        else:
+            dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dweight, dbias, dinitial_states = _conv_bwd(
+            *args, ctx.activation, with_unit_stride(dy), dfinal_states, dx,
             needs_dfilter=needs_dweight or needs_dbias,
         )  # fmt: skip
         dweight = None if dweight is None else dweight.to(weight.dtype)
         dbias = None if bias is None or dbias is None else dbias.to(bias.dtype)
-        return dx, dweight, dbias, dinitial_states, None, None, None
+        return dx, dweight, dbias, dinitial_states, *4 * [None]

@@ -29,7 +29,7 @@ from xtuner_mamba.ops.triton_math import add_compensated, sigmoid
 @triton.jit(do_not_specialize=["total", "block_t"])
 def _conv_bwd_kernel(
     x, weight, bias, initial_states, cu_seqlens, seq_idx, dy, dfinal_states, dx, dfilter,
-    stride_x, stride_dy, total, dim, block_t,
+    stride_x, stride_dy, stride_dx, total, dim, block_t,
     WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(dim, BLOCK_D)
@@ -41,7 +41,7 @@ def _conv_bwd_kernel(
     num_read = tl.minimum(num_own + WIDTH - 1, total - first)
     p_x = x + first.to(tl.int64) * stride_x + o_d
     p_dy = dy + first.to(tl.int64) * stride_dy + o_d
-    p_dx = dx + first.to(tl.int64) * dim + o_d
+    p_dx = dx + first.to(tl.int64) * stride_dx + o_d
 
     b_taps, b_bias = load_filter(weight, bias, o_d, m_d, WIDTH)
     i_seq = tl.load(seq_idx + first)
@@ -71,13 +71,15 @@ def _conv_bwd_kernel(
             b_window, b_dxs, b_sums = _walk_group(
                 b_xs, b_dys, b_window, b_dxs, b_taps, b_bias, p_dx, dfilter is not None,
                 seq_idx, cu_seqlens, i_seq, start, initial_states, dfinal_states,
-                first, i_group, num_own, num_read, dim, o_d, m_d, WIDTH, SILU, GROUP, False,
+                first, i_group, num_own, num_read, stride_dx, dim, o_d, m_d,
+                WIDTH, SILU, GROUP, False,
             )  # fmt: skip
         else:
             b_window, b_dxs, b_sums = _walk_group(
                 b_xs, b_dys, b_window, b_dxs, b_taps, b_bias, p_dx, dfilter is not None,
                 seq_idx, cu_seqlens, i_seq, start, initial_states, dfinal_states,
-                first, i_group, num_own, num_read, dim, o_d, m_d, WIDTH, SILU, GROUP, True,
+                first, i_group, num_own, num_read, stride_dx, dim, o_d, m_d,
+                WIDTH, SILU, GROUP, True,
             )  # fmt: skip
         i_seq = i_last
         start = tl.load(cu_seqlens + i_seq)
@@ -94,7 +96,7 @@ def _conv_bwd_kernel(
 def _walk_group(
     b_xs, b_dys, b_window, b_dxs, b_taps, b_bias, p_dx, WANTS_FILTER: tl.constexpr,
     seq_idx, cu_seqlens, i_seq, start, initial_states, dfinal_states,
-    first, i_group, num_own, num_read, dim, o_d, m_d,
+    first, i_group, num_own, num_read, stride_dx, dim, o_d, m_d,
     WIDTH: tl.constexpr, SILU: tl.constexpr, GROUP: tl.constexpr, BOUNDARIES: tl.constexpr,
 ):  # fmt: skip
     """Take in ``GROUP`` tokens and store the dx that they complete.
@@ -124,7 +126,7 @@ def _walk_group(
             )  # fmt: skip
         i_done = i_t - (WIDTH - 1)
         m_done = m_d & (i_done >= 0) & (i_done < num_own)
-        tl.store(p_dx + i_done * dim, b_dxs[WIDTH - 1], mask=m_done)
+        tl.store(p_dx + i_done * stride_dx, b_dxs[WIDTH - 1], mask=m_done)
         b_dxs = b_dxs[:-1]
         b_window = b_inputs[:-1]
     return b_window, b_dxs, b_sums
@@ -240,15 +242,14 @@ def _zeros(NUM: tl.constexpr, BLOCK_D: tl.constexpr):
 def _conv_bwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None,
     cu_seqlens: Tensor, seq_idx: Tensor, activation: str | None,
-    dy: Tensor, dfinal_states: Tensor | None, *, needs_dfilter: bool,
+    dy: Tensor, dfinal_states: Tensor | None, dx: Tensor, *, needs_dfilter: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Launch the backward: dx, dweight, dbias and dinitial_states.
+    """Launch the backward: write dx, return dweight, dbias and dinitial_states.
 
     Temporary: the filter's gradient of every ``block_t`` tokens, in float32, summed in a fixed
     order: ``(total / block_t, width + 1, dim)``.
     """
     (total, dim), width, num_seqs = x.shape, weight.shape[1], len(cu_seqlens) - 1
-    dx = torch.empty((total, dim), dtype=x.dtype, device=x.device)
     block_t, block_d, num_warps = tokens_of_a_program(total), 128, 2
     num_blocks = triton.cdiv(dim, block_d)
     num_parts = triton.cdiv(total, block_t)
@@ -258,7 +259,7 @@ def _conv_bwd(
     silu = activation == "silu"
     _conv_bwd_kernel[(num_blocks * num_parts,)](
         x, weight, bias, initial_states, cu_seqlens, seq_idx, dy, dfinal_states, dx, dfilter,
-        x.stride(0), dy.stride(0), total, dim, block_t,
+        x.stride(0), dy.stride(0), dx.stride(0), total, dim, block_t,
         WIDTH=width, SILU=silu, BLOCK_D=block_d, GROUP=GROUP, num_warps=num_warps,
     )  # fmt: skip
     dweight = dbias = dinitial_states = None
@@ -272,4 +273,4 @@ def _conv_bwd(
             x.stride(0), dy.stride(0), dim,
             WIDTH=width, SILU=silu, BLOCK_D=block_d, num_warps=num_warps,
         )  # fmt: skip
-    return dx, dweight, dbias, dinitial_states
+    return dweight, dbias, dinitial_states

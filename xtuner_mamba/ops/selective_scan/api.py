@@ -29,6 +29,7 @@ from xtuner_mamba.ops.checks import (
     check_tensors,
     resolve_cu_seqlens,
 )
+from xtuner_mamba.ops.halves import GradientHalf
 
 _logger = logging.getLogger(__name__)
 # conditions of the Gluon kernels that failed: each is told of once
@@ -64,6 +65,7 @@ def selective_scan(
     cu_seqlens: Tensor | None = None,
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
+    dz_out: GradientHalf | None = None,
     impl: Impl | None = None,
 ) -> Tensor | ScanWithStates:
     """Scan every document on its own, as if each were alone in the batch.
@@ -84,6 +86,8 @@ def selective_scan(
             every row is one document.
         initial_states: State before each document's first token, ``(num_seqs, dim, dstate)``.
         return_final_states: Also return the state after each document's last token.
+        dz_out: Where the backward on a GPU writes the gradient of ``z``, one of the
+            :class:`~xtuner_mamba.ops.halves.Halves`; elsewhere nothing is changed by it.
         impl: ``"gluon"`` is the fastest, for 16-bit inputs on a Hopper GPU, ``"triton"`` runs on
             any GPU, ``"cpu"`` on a CPU in compiled loops, ``"reference"`` is the definition,
             token by token. ``None`` takes the first that can do it, and logs once why that is not
@@ -105,7 +109,9 @@ def selective_scan(
     # the ops choose their own precision: autocast would round their float32 products
     with torch.autocast(x.device.type, enabled=False):
         impl = impl or _choose_impl(x_, dt_, A, z_, len(cu_seqlens) - 1)
-        y, final_states = _resolve(impl)(*args, return_final_states=return_final_states)
+        y, final_states = _resolve(impl)(
+            *args, return_final_states=return_final_states, dz_out=dz_out
+        )
     y = y.view(x.shape)
     return ScanWithStates(y, final_states) if return_final_states else y
 

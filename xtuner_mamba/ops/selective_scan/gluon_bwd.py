@@ -61,7 +61,7 @@ def _scan_bwd_kernel(
     dx, ddt, dA, dBC, dD, dz, ddt_bias, dinitial_states,
     total, num_seqs, num_groups, unknown_one,
     stride_x: gl.constexpr, stride_dt: gl.constexpr, stride_z: gl.constexpr,
-    stride_dy: gl.constexpr, dim: gl.constexpr, width: gl.constexpr,
+    stride_dy: gl.constexpr, stride_dz: gl.constexpr, dim: gl.constexpr, width: gl.constexpr,
     SOFTPLUS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, FLUSH_TOKENS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -149,7 +149,8 @@ def _scan_bwd_kernel(
                 i_sub = tile_groups - 1 - i_sub_done
                 i_row = i_done % 2 * TOKENS + i_sub * GROUP
                 num_left = num_tokens - i_sub * GROUP
-                o_t = (start + i_tile * TOKENS + i_sub * GROUP) * dim + o_d
+                i_t = start + i_tile * TOKENS + i_sub * GROUP
+                o_t, o_dz = i_t * dim + o_d, i_t * stride_dz + o_d
                 b_h = h_rows.index(i_done % 2 * GROUPS + i_sub).load(TILE)
                 if i_tile + i_sub == 0:
                     b_h = gl.zeros([16, WARPS, 4, 8], gl.float32, layout=TILE)
@@ -162,7 +163,7 @@ def _scan_bwd_kernel(
                     b_hs = b_hs + (b_h,)
                     b_h, b_token, b_dD_tile, b_sum = _step_forward(
                         b_h, b_dD_tile, b_A, b_D, b_bias, x_rows, dt_rows, z_rows, dy_rows,
-                        B_rows, C_rows, i_row + i, i < num_left, dz, o_t + i * dim,
+                        B_rows, C_rows, i_row + i, i < num_left, dz, o_dz + i * stride_dz,
                         z is not None, SOFTPLUS, TILE, WARPS,
                     )  # fmt: skip
                     b_tokens = b_tokens + (b_token,)
@@ -234,7 +235,7 @@ def _stage(
 @gluon.jit
 def _step_forward(
     b_h, b_dD, b_A, b_D, b_bias, x_rows, dt_rows, z_rows, dy_rows, B_rows, C_rows, i_row, is_token,
-    dz, o_t, HAS_Z: gl.constexpr, SOFTPLUS: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr,
+    dz, o_dz, HAS_Z: gl.constexpr, SOFTPLUS: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Run h through a token; store dz, add up dC and dD.
 
@@ -258,7 +259,7 @@ def _step_forward(
         if dz is not None:
             b_y = sum_states(b_h * read_states(C_rows, i_row, TILE)) + b_D * b_x
             b_dz = b_g * b_y * (b_gate + b_z * b_gate * (1.0 - b_gate))
-            _store_token(dz, o_t, b_dz, is_token)
+            _store_token(dz, o_dz, b_dz, is_token)
         b_g *= b_z * b_gate
     b_dD += b_g * b_x
     b_sum = sum_channels(b_h * gl.expand_dims(b_g, 0), WARPS)
@@ -301,9 +302,9 @@ def _scan_bwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
     dt_softplus: bool, group_states: Tensor | None, dy: Tensor, dfinal_states: Tensor | None,
-    *, needs_dA: bool, needs_dBC: bool, needs_dz: bool,
+    dz: Tensor | None, *, needs_dA: bool, needs_dBC: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Launch the backward: dx, ddt, dA, dBC, dD, dz, ddt_bias and dinitial_states.
+    """Launch the backward: write dz, return dx, ddt, dA, dBC, dD, ddt_bias and dinitial_states.
 
     Temporaries, in float32: the states before every ``GROUP`` tokens, unless they are given, in
     slices of channels of at most ``MAX_SCRATCH_BYTES``; dB and dC of every block of channels, for
@@ -313,7 +314,6 @@ def _scan_bwd(
     num_warps = warps_of(dim, 32)
     block_d = 32 * num_warps
     dx, ddt = (torch.empty((total, dim), dtype=t.dtype, device=x.device) for t in (x, dt))
-    dz = torch.empty((total, dim), dtype=z.dtype, device=x.device) if needs_dz else None
     dA = torch.empty_like(A) if needs_dA else None
     dD, ddt_bias = (None if t is None else A.new_empty(dim) for t in (D, dt_bias))
     dinitial_states = None
@@ -347,7 +347,8 @@ def _scan_bwd(
             cut(dx), cut(ddt), dA_parts, dBC_parts, dD_parts, cut(dz), ddt_bias_parts,
             cut(dinitial_states), total, num_seqs, num_groups, 1.0,
             stride_x=x.stride(0), stride_dt=dt.stride(0),
-            stride_z=0 if z is None else z.stride(0), stride_dy=dy.stride(0), dim=dim, width=width,
+            stride_z=0 if z is None else z.stride(0), stride_dy=dy.stride(0),
+            stride_dz=0 if dz is None else dz.stride(0), dim=dim, width=width,
             SOFTPLUS=dt_softplus, GROUP=GROUP, TOKENS=8, FLUSH_TOKENS=_FLUSH_TOKENS,
             WARPS=num_warps, num_warps=num_warps, maxnreg=255,
         )  # fmt: skip
@@ -359,7 +360,7 @@ def _scan_bwd(
             ddt_bias[channels] = ddt_bias_parts.sum(0)
         if needs_dBC:
             dBC = dBC_parts.sum(0) if dBC is None else dBC + dBC_parts.sum(0)
-    return dx, ddt, dA, dBC, dD, dz, ddt_bias, dinitial_states
+    return dx, ddt, dA, dBC, dD, ddt_bias, dinitial_states
 
 
 def _slice_width(total: int, dim: int) -> int:

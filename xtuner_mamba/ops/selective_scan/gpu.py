@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from xtuner_mamba.ops.halves import GradientHalf
 from xtuner_mamba.ops.selective_scan.chunks import (
     adjoints_after_chunks,
     schedule_documents,
@@ -23,20 +24,20 @@ class Kernels(NamedTuple):
     forward: Callable
     """Return y, the final states if asked for, and what the backward is to be given, or None."""
     backward: Callable
-    """Return dx, ddt, dA, dBC, dD, dz, ddt_bias and dinitial_states."""
+    """Write dz, return dx, ddt, dA, dBC, dD, ddt_bias and dinitial_states."""
 
 
 def scan_on_gpu(
     kernels: Kernels, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     z: Tensor | None, dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor,
-    dt_softplus: bool, *, return_final_states: bool,
+    dt_softplus: bool, *, return_final_states: bool, dz_out: GradientHalf | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.selective_scan`; the rows are laid end to end."""
     # kernels are launched on the current device, which need not be that of x
     with torch.cuda.device_of(x):
         return SelectiveScanFunction.apply(
             kernels, x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus,
-            return_final_states,
+            return_final_states, dz_out,
         )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ class SelectiveScanFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, kernels, x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus,
-        return_final_states,
+        return_final_states, dz_out,
     ):  # fmt: skip
         x, dt, z = kernels.prepare(x), kernels.prepare(dt), kernels.prepare(z)
         ctx.BC_dtypes = B.dtype, C.dtype
@@ -76,6 +77,7 @@ class SelectiveScanFunction(torch.autograd.Function):
         # never None: a checkpoint must find as many tensors in the run that keeps something
         ctx.save_for_backward(*args, A.new_empty(0) if kept is None else kept)
         ctx.kernels, ctx.chunks, ctx.dt_softplus = kernels, chunks, dt_softplus
+        ctx.dz_out = dz_out
         ctx.set_materialize_grads(False)
         return y, final_states
 
@@ -97,9 +99,10 @@ class SelectiveScanFunction(torch.autograd.Function):
                 dy, dt, A, BC, z, dt_bias, dfinal_states, chunks, ctx.dt_softplus
             )
         _, _, _, needs_dA, needs_dB, needs_dC, _, needs_dz, *_ = ctx.needs_input_grad
-        dx, ddt, dA, dBC, dD, dz, ddt_bias, dinitial_states = ctx.kernels.backward(
-            *args, ctx.dt_softplus, kept, dy, dfinal_states,
-            needs_dA=needs_dA, needs_dBC=needs_dB or needs_dC, needs_dz=needs_dz,
+        dz = _allocate_dz(z, ctx.dz_out) if needs_dz else None
+        dx, ddt, dA, dBC, dD, ddt_bias, dinitial_states = ctx.kernels.backward(
+            *args, ctx.dt_softplus, kept, dy, dfinal_states, dz,
+            needs_dA=needs_dA, needs_dBC=needs_dB or needs_dC,
         )  # fmt: skip
         dB = dC = None
         if dBC is not None:
@@ -113,4 +116,11 @@ class SelectiveScanFunction(torch.autograd.Function):
             if chunks is not None:
                 dinitial_states = dinitial_states[chunks.cu_chunks[:-1]]
             dinitial_states = dinitial_states.mT.to(ctx.initial_dtype)
-        return None, dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states, None, None, None
+        return None, dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states, *4 * [None]
+
+
+def _allocate_dz(z: Tensor, dz_out: GradientHalf | None) -> Tensor:
+    """Return memory for the gradient of z, ``(total, dim)``."""
+    if dz_out is None:
+        return torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    return dz_out.allocate().view(z.shape)

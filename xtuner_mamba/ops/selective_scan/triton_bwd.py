@@ -39,7 +39,8 @@ def _scan_bwd_kernel(
     x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order,
     chunk_states, dy, dfinal_states,
     dx, ddt, dA, dBC, dD, dz, ddt_bias, dinitial_states, sub_states,
-    stride_x, stride_dt, stride_z, stride_dy, total, dim, num_seqs, num_groups, unknown_one,
+    stride_x, stride_dt, stride_z, stride_dy, stride_dz,
+    total, dim, num_seqs, num_groups, unknown_one,
     SOFTPLUS: tl.constexpr, DSTATE: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +101,7 @@ def _scan_bwd_kernel(
             p_BC = BC + first * 2 * DSTATE + o_n
             p_dx, p_ddt, p_dz, p_dBC = dx + first * dim + o_d, ddt + first * dim + o_d, dz, dBC
             if dz is not None:
-                p_dz += first * dim + o_d
+                p_dz += first * stride_dz + o_d
             if dBC is not None:
                 p_dBC += first * 2 * DSTATE + o_sum
 
@@ -118,7 +119,7 @@ def _scan_bwd_kernel(
                 first_row = (num_subs - 1 - i_done_sub) * SUB
                 b_hs, b_tokens, b_BC, b_dD_sub = _sub_fwd(
                     b_h, b_rows, b_BC, p_BC, p_dz, p_dBC, b_A, b_D, b_bias, m_d, m_n, m_sum,
-                    dim, first_row, num_tokens, SOFTPLUS, DSTATE, SUB,
+                    stride_dz, first_row, num_tokens, SOFTPLUS, DSTATE, SUB,
                 )  # fmt: skip
                 # what the next round needs is on its way during this round's second half
                 next_row = tl.maximum(first_row - SUB, 0)
@@ -192,7 +193,7 @@ def _write_sub_states(
 
 @triton.jit
 def _sub_fwd(
-    b_h, b_rows, b_BC, p_BC, p_dz, p_dBC, b_A, b_D, b_bias, m_d, m_n, m_sum, dim, first,
+    b_h, b_rows, b_BC, p_BC, p_dz, p_dBC, b_A, b_D, b_bias, m_d, m_n, m_sum, stride_dz, first,
     num_tokens, SOFTPLUS: tl.constexpr, DSTATE: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     """Run h through ``SUB`` tokens; store dz and dC.
@@ -223,7 +224,7 @@ def _sub_fwd(
             if p_dz is not None:
                 b_y = sum_states(b_h * b_C[:, None]) + b_D * b_x
                 b_dz = b_g * b_y * b_gate * (1.0 + b_z * (1.0 - b_gate))
-                tl.store(p_dz + i_t * dim, b_dz, mask=m_d & (i_t < num_tokens))
+                tl.store(p_dz + i_t * stride_dz, b_dz, mask=m_d & (i_t < num_tokens))
             b_g *= b_z * b_gate
         b_dD += b_g * b_x
         b_tokens = b_tokens + ((b_x, b_dt, b_slope, b_g),)
@@ -277,9 +278,9 @@ def _scan_bwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
     dt_softplus: bool, chunk_states: Tensor, dy: Tensor, dfinal_states: Tensor | None,
-    *, needs_dA: bool, needs_dBC: bool, needs_dz: bool,
+    dz: Tensor | None, *, needs_dA: bool, needs_dBC: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Launch the backward: dx, ddt, dA, dBC, dD, dz, ddt_bias and dinitial_states.
+    """Launch the backward: write dz, return dx, ddt, dA, dBC, dD, ddt_bias and dinitial_states.
 
     Temporaries, in float32: dB and dC of every 32 channels, ``(dim / 32, total, 2 dstate)``, for
     16 states as large as x; dA of every group of documents, and the states inside a chunk of every
@@ -298,7 +299,6 @@ def _scan_bwd(
         return A.new_empty(shape) if wanted else None
 
     dx, ddt = (torch.empty((total, dim), dtype=t.dtype, device=x.device) for t in (x, dt))
-    dz = torch.empty((total, dim), dtype=z.dtype, device=x.device) if needs_dz else None
     dA = A.new_zeros(num_groups, dstate, dim) if needs_dA else None
     dBC = partial(needs_dBC, triton.cdiv(dim, 32), total, 2 * dstate)
     dD = partial(D is not None, num_groups, dim)
@@ -310,9 +310,10 @@ def _scan_bwd(
         chunk_states, dy, dfinal_states,
         dx, ddt, dA, dBC, dD, dz, ddt_bias, dinitial_states, sub_states,
         x.stride(0), dt.stride(0), 0 if z is None else z.stride(0), dy.stride(0),
+        0 if dz is None else dz.stride(0),
         total, dim, num_seqs, num_groups, 1.0,
         SOFTPLUS=dt_softplus, DSTATE=dstate, CHUNK=CHUNK, SUB=sub,
         BLOCK_N=block_n, BLOCK_D=block_d, num_warps=num_warps,
     )  # fmt: skip
     dA, dBC, dD, ddt_bias = (None if t is None else t.sum(0) for t in (dA, dBC, dD, ddt_bias))
-    return dx, ddt, dA, dBC, dD, dz, ddt_bias, dinitial_states
+    return dx, ddt, dA, dBC, dD, ddt_bias, dinitial_states
