@@ -178,6 +178,18 @@ def test_states_that_the_forward_has_kept_change_the_rounding_alone():
 
 
 @runs_kernels
+@pytest.mark.parametrize("absent", [None, "z"])
+def test_the_backward_makes_what_a_layer_multiplies(absent):
+    inputs = make_small()
+    inputs.pop(absent, None)
+    weight = eighths((24, 128), seed=3).bfloat16()
+    incoming = eighths((1, sum(LENGTHS), 24), seed=4), torch.zeros(len(LENGTHS), 128, 16)
+    dweight = run(inputs | {"out_proj_weight": weight}, incoming=incoming)["dout_proj_weight"]
+    y = scan_oracle(**in_float64(inputs), dt_softplus=True)[0].view(-1, 128)
+    assert relative_rms(dweight, incoming[0][0].double().T @ y) < 4e-3
+
+
+@runs_kernels
 def test_packed_equals_each_document_alone():
     inputs = make_small()
     dy = eighths(inputs["x"].shape, seed=1)

@@ -21,6 +21,7 @@ import logging
 from typing import Literal, NamedTuple, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from xtuner_mamba.ops.checks import (
@@ -65,6 +66,8 @@ def selective_scan(
     cu_seqlens: Tensor | None = None,
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
+    out_proj_weight: Tensor | None = None,
+    out_proj_bias: Tensor | None = None,
     dz_out: GradientHalf | None = None,
     impl: Impl | None = None,
 ) -> Tensor | ScanWithStates:
@@ -86,6 +89,10 @@ def selective_scan(
             every row is one document.
         initial_states: State before each document's first token, ``(num_seqs, dim, dstate)``.
         return_final_states: Also return the state after each document's last token.
+        out_proj_weight: Weight of a linear layer that follows, in the dtype of ``x``,
+            ``(out_dim, dim)``. A GPU does not keep its input for the backward, which makes it as
+            it goes.
+        out_proj_bias: Bias of that layer, ``(out_dim,)``.
         dz_out: Where the backward on a GPU writes the gradient of ``z``, one of the
             :class:`~xtuner_mamba.ops.halves.Halves`; elsewhere nothing is changed by it.
         impl: ``"gluon"`` is the fastest, for 16-bit inputs on a Hopper GPU, ``"triton"`` runs on
@@ -94,26 +101,52 @@ def selective_scan(
             the fastest of a GPU; a named one is never switched.
 
     Returns:
-        ``(batch, seqlen, dim)`` in the dtype of ``x``; with ``return_final_states`` a
-        :class:`ScanWithStates` whose states are float32 (or float64). Differentiable in every
-        tensor but ``cu_seqlens``.
+        ``(batch, seqlen, dim)``, or of the layer that follows ``(batch, seqlen, out_dim)``, in the
+        dtype of ``x``; with ``return_final_states`` a :class:`ScanWithStates` whose states are
+        float32 (or float64). Differentiable in every tensor but ``cu_seqlens``.
 
     Raises:
         ValueError: A shape, dtype, device or boundary disagrees with the above, or ``impl`` is
             unknown.
     """
     cu_seqlens = _check_inputs(x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states)
+    _check_out_proj(x, out_proj_weight, out_proj_bias)
     rows = (None if t is None else t.flatten(0, 1) for t in (x, dt, B, C, z))
     x_, dt_, B_, C_, z_ = rows
     args = (x_, dt_, A, B_, C_, D, z_, dt_bias, initial_states, cu_seqlens, dt_softplus)
     # the ops choose their own precision: autocast would round their float32 products
     with torch.autocast(x.device.type, enabled=False):
         impl = impl or _choose_impl(x_, dt_, A, z_, len(cu_seqlens) - 1)
-        y, final_states = _resolve(impl)(
-            *args, return_final_states=return_final_states, dz_out=dz_out
-        )
-    y = y.view(x.shape)
+        options = dict(return_final_states=return_final_states)
+        if impl in ("gluon", "triton"):
+            options |= dict(out_proj=(out_proj_weight, out_proj_bias), dz_out=dz_out)
+        y, final_states = _resolve(impl)(*args, **options)
+        if out_proj_weight is not None and "out_proj" not in options:
+            y = F.linear(y, out_proj_weight, out_proj_bias)
+    y = y.view(*x.shape[:2], -1)
     return ScanWithStates(y, final_states) if return_final_states else y
+
+
+def _check_out_proj(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    if weight is None:
+        if bias is not None:
+            raise ValueError(
+                f"out_proj_bias must come with out_proj_weight, got shape {tuple(bias.shape)} alone"
+            )
+        return
+    if weight.ndim != 2 or weight.shape[1] != x.shape[2]:
+        raise ValueError(
+            f"out_proj_weight must have shape (out_dim, dim={x.shape[2]}), got "
+            f"{tuple(weight.shape)}"
+        )
+    check_shapes({"out_proj_bias": (bias, (len(weight),))})
+    check_tensors(x, None, out_proj_weight=weight, out_proj_bias=bias)
+    for name, tensor in {"out_proj_weight": weight, "out_proj_bias": bias}.items():
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise ValueError(
+                f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype}; take "
+                f"{name}.to(x.dtype), as autocast does"
+            )
 
 
 def _choose_impl(x: Tensor, dt: Tensor, A: Tensor, z: Tensor | None, num_seqs: int) -> Impl:

@@ -5,7 +5,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xtuner_mamba.ops.cpu_support import check_cpu_takes
-from xtuner_mamba.ops.halves import GradientHalf
 from xtuner_mamba.ops.selective_scan.cpu_bwd import scan_bwd
 from xtuner_mamba.ops.selective_scan.cpu_fwd import scan_fwd
 
@@ -16,12 +15,9 @@ _CHUNK = 64
 def selective_scan_cpu(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, dt_softplus: bool,
-    *, return_final_states: bool, dz_out: GradientHalf | None = None,
+    *, return_final_states: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """See :func:`xtuner_mamba.ops.selective_scan`; the rows are laid end to end.
-
-    ``dz_out`` is not made use of.
-    """
+    """See :func:`xtuner_mamba.ops.selective_scan`; the rows are laid end to end."""
     check_cpu_takes(x)
     return SelectiveScanFunction.apply(
         x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus, return_final_states

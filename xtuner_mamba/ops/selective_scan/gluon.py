@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from xtuner_mamba.ops.halves import GradientHalf
 from xtuner_mamba.ops.selective_scan.gluon_bwd import _scan_bwd
 from xtuner_mamba.ops.selective_scan.gluon_fwd import _scan_fwd
 from xtuner_mamba.ops.selective_scan.gluon_support import why_not_gluon
@@ -13,7 +12,7 @@ from xtuner_mamba.ops.selective_scan.gpu import Kernels, scan_on_gpu
 def selective_scan_gluon(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, dt_softplus: bool,
-    *, return_final_states: bool, dz_out: GradientHalf | None = None,
+    **options,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.selective_scan`; the rows are laid end to end."""
     reason = why_not_gluon(x, dt, A, z, len(cu_seqlens) - 1)
@@ -21,7 +20,7 @@ def selective_scan_gluon(
         raise ValueError(f"{reason} with impl='gluon'; take impl='triton'")
     return scan_on_gpu(
         _KERNELS, x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus,
-        return_final_states=return_final_states, dz_out=dz_out,
+        **options,
     )  # fmt: skip
 
 

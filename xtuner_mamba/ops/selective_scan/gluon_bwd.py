@@ -58,7 +58,7 @@ _MAX_SUM_BYTES = 2**26
 @gluon.jit(do_not_specialize=["total", "num_seqs", "num_groups"])
 def _scan_bwd_kernel(
     x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, group_states, dy, dfinal_states,
-    dx, ddt, dA, dBC, dD, dz, ddt_bias, dinitial_states,
+    dx, ddt, dA, dBC, dD, dz, y, ddt_bias, dinitial_states,
     total, num_seqs, num_groups, unknown_one,
     stride_x: gl.constexpr, stride_dt: gl.constexpr, stride_z: gl.constexpr,
     stride_dy: gl.constexpr, stride_dz: gl.constexpr, dim: gl.constexpr, width: gl.constexpr,
@@ -164,7 +164,7 @@ def _scan_bwd_kernel(
                     b_h, b_token, b_dD_tile, b_sum = _step_forward(
                         b_h, b_dD_tile, b_A, b_D, b_bias, x_rows, dt_rows, z_rows, dy_rows,
                         B_rows, C_rows, i_row + i, i < num_left, dz, o_dz + i * stride_dz,
-                        z is not None, SOFTPLUS, TILE, WARPS,
+                        y, o_t + i * dim, z is not None, SOFTPLUS, TILE, WARPS,
                     )  # fmt: skip
                     b_tokens = b_tokens + (b_token,)
                     b_sums = b_sums + (b_sum,)
@@ -235,9 +235,10 @@ def _stage(
 @gluon.jit
 def _step_forward(
     b_h, b_dD, b_A, b_D, b_bias, x_rows, dt_rows, z_rows, dy_rows, B_rows, C_rows, i_row, is_token,
-    dz, o_dz, HAS_Z: gl.constexpr, SOFTPLUS: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr,
+    dz, o_dz, y, o_y,
+    HAS_Z: gl.constexpr, SOFTPLUS: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Run h through a token; store dz, add up dC and dD.
+    """Run h through a token; store dz and y, add up dC and dD.
 
     A row past the document's end is zero in shared memory; its step size must be, too.
 
@@ -253,14 +254,19 @@ def _step_forward(
     b_decay = exp2(gl.expand_dims(b_dt, 0) * b_A)
     b_u = b_dt * LN_2 * b_x
     b_h = b_decay * b_h + gl.expand_dims(b_u, 0) * read_states(B_rows, i_row, TILE)
+    if (dz is not None) or (y is not None):
+        b_y = sum_states(b_h * read_states(C_rows, i_row, TILE)) + b_D * b_x
     if HAS_Z:
         b_z = read_channels(z_rows, i_row, TILE)
         b_gate = sigmoid(b_z)
         if dz is not None:
-            b_y = sum_states(b_h * read_states(C_rows, i_row, TILE)) + b_D * b_x
             b_dz = b_g * b_y * (b_gate + b_z * b_gate * (1.0 - b_gate))
             _store_token(dz, o_dz, b_dz, is_token)
+        if y is not None:
+            b_y *= b_z * b_gate
         b_g *= b_z * b_gate
+    if y is not None:
+        _store_token(y, o_y, b_y, is_token)
     b_dD += b_g * b_x
     b_sum = sum_channels(b_h * gl.expand_dims(b_g, 0), WARPS)
     return b_h, (b_x, b_dt, b_slope, b_g), b_dD, b_sum
@@ -302,9 +308,9 @@ def _scan_bwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
     dt_softplus: bool, group_states: Tensor | None, dy: Tensor, dfinal_states: Tensor | None,
-    dz: Tensor | None, *, needs_dA: bool, needs_dBC: bool,
+    dz: Tensor | None, y: Tensor | None, *, needs_dA: bool, needs_dBC: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Launch the backward: write dz, return dx, ddt, dA, dBC, dD, ddt_bias and dinitial_states.
+    """Launch the backward: write dz and y, return the other gradients as ``gpu.Kernels`` says.
 
     Temporaries, in float32: the states before every ``GROUP`` tokens, unless they are given, in
     slices of channels of at most ``MAX_SCRATCH_BYTES``; dB and dC of every block of channels, for
@@ -344,7 +350,7 @@ def _scan_bwd(
             _launch_fwd(*inputs, None, None, states, dim, dt_softplus, unroll=GROUP)
         _scan_bwd_kernel[(num_blocks * num_groups,)](
             *inputs, states, cut(dy), cut(dfinal_states),
-            cut(dx), cut(ddt), dA_parts, dBC_parts, dD_parts, cut(dz), ddt_bias_parts,
+            cut(dx), cut(ddt), dA_parts, dBC_parts, dD_parts, cut(dz), cut(y), ddt_bias_parts,
             cut(dinitial_states), total, num_seqs, num_groups, 1.0,
             stride_x=x.stride(0), stride_dt=dt.stride(0),
             stride_z=0 if z is None else z.stride(0), stride_dy=dy.stride(0),

@@ -229,23 +229,25 @@ _EXP2_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 32))
 def _scan_fwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
-    dt_softplus: bool, *, return_final_states: bool, needs_backward: bool, backward_follows: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    dt_softplus: bool, *, needs_y: bool, return_final_states: bool, needs_backward: bool,
+    backward_follows: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the forward: y and the final states ``(num_seqs, 16, dim)``.
 
     The backward needs the inputs alone, and makes the states before every ``GROUP`` tokens itself.
     If it follows at once they come along, as far as they stay below ``MAX_SCRATCH_BYTES``.
     """
     total, dim = x.shape
-    y = torch.empty((total, dim), dtype=x.dtype, device=x.device)
+    y = torch.empty((total, dim), dtype=x.dtype, device=x.device) if needs_y else None
     final_states = A.new_empty(len(order), 16, dim) if return_final_states else None
     group_states = None
     if needs_backward and backward_follows and 64 * dim * (total // GROUP) <= MAX_SCRATCH_BYTES:
         group_states = A.new_empty(total // GROUP, 16, dim)
-    _launch_fwd(
-        x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, y, final_states,
-        group_states, dim, dt_softplus, unroll=8 if group_states is None else GROUP,
-    )  # fmt: skip
+    if not (y is None and final_states is None and group_states is None):
+        _launch_fwd(
+            x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, y, final_states,
+            group_states, dim, dt_softplus, unroll=8 if group_states is None else GROUP,
+        )  # fmt: skip
     return y, final_states, group_states
 
 

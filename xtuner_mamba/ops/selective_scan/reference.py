@@ -6,18 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xtuner_mamba.ops.halves import GradientHalf
-
 
 def selective_scan_reference(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, dt_softplus: bool,
-    *, return_final_states: bool, dz_out: GradientHalf | None = None,
+    *, return_final_states: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """See :func:`xtuner_mamba.ops.selective_scan`; the rows are laid end to end.
-
-    ``dz_out`` is not made use of.
-    """
+    """See :func:`xtuner_mamba.ops.selective_scan`; the rows are laid end to end."""
     out_dtype, dtype = x.dtype, A.dtype
     x, dt, B, C = (t.to(dtype) for t in (x, dt, B, C))
     if dt_bias is not None:

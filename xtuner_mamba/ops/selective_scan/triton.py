@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from xtuner_mamba.ops.halves import GradientHalf
 from xtuner_mamba.ops.selective_scan.gpu import Kernels, scan_on_gpu
 from xtuner_mamba.ops.selective_scan.triton_bwd import _scan_bwd
 from xtuner_mamba.ops.selective_scan.triton_fwd import _scan_fwd
@@ -11,9 +10,7 @@ from xtuner_mamba.ops.triton_support import check_triton_takes, with_unit_stride
 _KERNELS = Kernels(with_unit_stride, _scan_fwd, _scan_bwd)
 
 
-def selective_scan_triton(
-    x: Tensor, *args, return_final_states: bool, dz_out: GradientHalf | None = None
-):
+def selective_scan_triton(x: Tensor, *args, **options):
     """See :func:`xtuner_mamba.ops.selective_scan`; the rows are laid end to end."""
     check_triton_takes(x, "take impl='cpu' or impl='reference'")
-    return scan_on_gpu(_KERNELS, x, *args, return_final_states=return_final_states, dz_out=dz_out)
+    return scan_on_gpu(_KERNELS, x, *args, **options)

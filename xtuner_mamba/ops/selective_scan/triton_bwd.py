@@ -38,7 +38,7 @@ _MAX_PROGRAMS = 8192
 def _scan_bwd_kernel(
     x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order,
     chunk_states, dy, dfinal_states,
-    dx, ddt, dA, dBC, dD, dz, ddt_bias, dinitial_states, sub_states,
+    dx, ddt, dA, dBC, dD, dz, y, ddt_bias, dinitial_states, sub_states,
     stride_x, stride_dt, stride_z, stride_dy, stride_dz,
     total, dim, num_seqs, num_groups, unknown_one,
     SOFTPLUS: tl.constexpr, DSTATE: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr,
@@ -100,8 +100,11 @@ def _scan_bwd_kernel(
                 p_rows = p_rows + (z + first * stride_z + o_d,)
             p_BC = BC + first * 2 * DSTATE + o_n
             p_dx, p_ddt, p_dz, p_dBC = dx + first * dim + o_d, ddt + first * dim + o_d, dz, dBC
+            p_y = y
             if dz is not None:
                 p_dz += first * stride_dz + o_d
+            if y is not None:
+                p_y += first * dim + o_d
             if dBC is not None:
                 p_dBC += first * 2 * DSTATE + o_sum
 
@@ -118,8 +121,8 @@ def _scan_bwd_kernel(
             for i_done_sub in range(0, num_subs):
                 first_row = (num_subs - 1 - i_done_sub) * SUB
                 b_hs, b_tokens, b_BC, b_dD_sub = _sub_fwd(
-                    b_h, b_rows, b_BC, p_BC, p_dz, p_dBC, b_A, b_D, b_bias, m_d, m_n, m_sum,
-                    stride_dz, first_row, num_tokens, SOFTPLUS, DSTATE, SUB,
+                    b_h, b_rows, b_BC, p_BC, p_dz, p_y, p_dBC, b_A, b_D, b_bias, m_d, m_n, m_sum,
+                    stride_dz, dim, first_row, num_tokens, SOFTPLUS, DSTATE, SUB,
                 )  # fmt: skip
                 # what the next round needs is on its way during this round's second half
                 next_row = tl.maximum(first_row - SUB, 0)
@@ -193,10 +196,10 @@ def _write_sub_states(
 
 @triton.jit
 def _sub_fwd(
-    b_h, b_rows, b_BC, p_BC, p_dz, p_dBC, b_A, b_D, b_bias, m_d, m_n, m_sum, stride_dz, first,
-    num_tokens, SOFTPLUS: tl.constexpr, DSTATE: tl.constexpr, SUB: tl.constexpr,
+    b_h, b_rows, b_BC, p_BC, p_dz, p_y, p_dBC, b_A, b_D, b_bias, m_d, m_n, m_sum, stride_dz, dim,
+    first, num_tokens, SOFTPLUS: tl.constexpr, DSTATE: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """Run h through ``SUB`` tokens; store dz and dC.
+    """Run h through ``SUB`` tokens; store dz, y and dC.
 
     Tokens past the chunk's end get a step size and a gradient of 0.
 
@@ -218,14 +221,20 @@ def _sub_fwd(
         b_h = next_state(b_h, b_A, b_dt, b_x, b_B)
         if i < SUB - 1:
             b_BC = _load_BC(p_BC, m_n, i_t + 1, num_tokens, DSTATE)
+        m_t = m_d & (i_t < num_tokens)
+        if (p_dz is not None) or (p_y is not None):
+            b_y = sum_states(b_h * b_C[:, None]) + b_D * b_x
         if len(b_rows[i]) == 4:
             b_z = b_rows[i][3].to(tl.float32)
             b_gate = sigmoid(b_z)
             if p_dz is not None:
-                b_y = sum_states(b_h * b_C[:, None]) + b_D * b_x
                 b_dz = b_g * b_y * b_gate * (1.0 + b_z * (1.0 - b_gate))
-                tl.store(p_dz + i_t * stride_dz, b_dz, mask=m_d & (i_t < num_tokens))
+                tl.store(p_dz + i_t * stride_dz, b_dz, mask=m_t)
+            if p_y is not None:
+                b_y *= b_z * b_gate
             b_g *= b_z * b_gate
+        if p_y is not None:
+            tl.store(p_y + i_t * dim, b_y, mask=m_t)
         b_dD += b_g * b_x
         b_tokens = b_tokens + ((b_x, b_dt, b_slope, b_g),)
         if p_dBC is not None:
@@ -278,9 +287,9 @@ def _scan_bwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
     dt_softplus: bool, chunk_states: Tensor, dy: Tensor, dfinal_states: Tensor | None,
-    dz: Tensor | None, *, needs_dA: bool, needs_dBC: bool,
+    dz: Tensor | None, y: Tensor | None, *, needs_dA: bool, needs_dBC: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Launch the backward: write dz, return dx, ddt, dA, dBC, dD, ddt_bias and dinitial_states.
+    """Launch the backward: write dz and y, return the other gradients as ``gpu.Kernels`` says.
 
     Temporaries, in float32: dB and dC of every 32 channels, ``(dim / 32, total, 2 dstate)``, for
     16 states as large as x; dA of every group of documents, and the states inside a chunk of every
@@ -308,7 +317,7 @@ def _scan_bwd(
     _scan_bwd_kernel[(num_blocks * num_groups,)](
         x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order,
         chunk_states, dy, dfinal_states,
-        dx, ddt, dA, dBC, dD, dz, ddt_bias, dinitial_states, sub_states,
+        dx, ddt, dA, dBC, dD, dz, y, ddt_bias, dinitial_states, sub_states,
         x.stride(0), dt.stride(0), 0 if z is None else z.stride(0), dy.stride(0),
         0 if dz is None else dz.stride(0),
         total, dim, num_seqs, num_groups, 1.0,

@@ -56,7 +56,9 @@ def _scan_fwd_kernel(
             p_h = chunk_states + i_slot * DSTATE * dim + o_h
             tl.store(p_h, b_h, mask=m_h & (i_chunk > 0))
         p_x, p_dt = x + first * stride_x + o_d, dt + first * stride_dt + o_d
-        p_y, p_BC = y + first * dim + o_d, BC + first * 2 * DSTATE + o_n
+        p_BC = BC + first * 2 * DSTATE + o_n
+        if y is not None:
+            p_y = y + first * dim + o_d
         if z is not None:
             p_z = z + first * stride_z + o_d
         num_tokens = tl.minimum(CHUNK, end - first).to(tl.int32)
@@ -64,18 +66,19 @@ def _scan_fwd_kernel(
             b_x = tl.load(p_x + i_t * stride_x, mask=m_d, other=0.0).to(tl.float32)
             b_dt = tl.load(p_dt + i_t * stride_dt, mask=m_d, other=0.0).to(tl.float32)
             b_B = tl.load(p_BC + i_t * 2 * DSTATE, mask=m_n, other=0.0)
-            b_C = tl.load(p_BC + i_t * 2 * DSTATE + DSTATE, mask=m_n, other=0.0)
             if dt_bias is not None:
                 b_dt += b_bias
             b_dt, _ = step_size(b_dt, SOFTPLUS)
             b_h = next_state(b_h, b_A, b_dt, b_x, b_B)
-            b_y = sum_states(b_h * b_C[:, None])
-            if D is not None:
-                b_y += b_D * b_x
-            if z is not None:
-                b_z = tl.load(p_z + i_t * stride_z, mask=m_d, other=0.0).to(tl.float32)
-                b_y *= silu(b_z)
-            tl.store(p_y + i_t * dim, b_y, mask=m_d)
+            if y is not None:
+                b_C = tl.load(p_BC + i_t * 2 * DSTATE + DSTATE, mask=m_n, other=0.0)
+                b_y = sum_states(b_h * b_C[:, None])
+                if D is not None:
+                    b_y += b_D * b_x
+                if z is not None:
+                    b_z = tl.load(p_z + i_t * stride_z, mask=m_d, other=0.0).to(tl.float32)
+                    b_y *= silu(b_z)
+                tl.store(p_y + i_t * dim, b_y, mask=m_d)
 
     if final_states is not None:
         tl.store(final_states + i_seq * DSTATE * dim + o_h, b_h, mask=m_h)
@@ -84,15 +87,16 @@ def _scan_fwd_kernel(
 def _scan_fwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
-    dt_softplus: bool, *, return_final_states: bool, needs_backward: bool, backward_follows: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    dt_softplus: bool, *, needs_y: bool, return_final_states: bool, needs_backward: bool,
+    backward_follows: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the forward: y, final states and chunk states ``(total // CHUNK, dstate, dim)``.
 
     The chunk states are what the backward starts from, as large as ``x`` in float32 by
     ``dstate / CHUNK``; A, B and C come as ``gpu.Kernels`` says.
     """
     (total, dim), dstate, num_seqs = x.shape, A.shape[0], len(order)
-    y = torch.empty((total, dim), dtype=x.dtype, device=x.device)
+    y = torch.empty((total, dim), dtype=x.dtype, device=x.device) if needs_y else None
     final_states = chunk_states = None
     if return_final_states:
         final_states = A.new_empty(num_seqs, dstate, dim)
