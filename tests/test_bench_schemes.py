@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CHECK = dict(check="label places", status="PASS", detail="2 labels")
 LEAK = dict(check="leak test", status="FAIL", detail="it leaks")
+NOT_RUN = dict(check="leak test", status="NOT RUN", detail="out of memory")
 RUN = dict(
     scheme="packed",
     tokens_per_second=1234.5,
@@ -90,7 +91,7 @@ def test_the_page_has_what_every_command_found(run):
         "| packed | 1,234 | 25.0% | 1.00 | 5.000 | 6.000 -> 5.500 |",
         "| 64 tokens | 9 | 10 | 2.00 | 7 | 5 |",
         "  64: 7\n```",
-        "| fixed_chunk | 1 | leak test | 6.000 -> 4.000 |",
+        "| fixed_chunk | 1 | leak test | - | 6.000 -> 4.000 |",
         "loss 6.000 -> 5.000, peak 2.00 GiB of a GPU, 0.50 s each",
         "had 3 processes, 1 of them with the GPU open. 2.0 s after SIGTERM",
         "| label places | PASS | 2 labels |",
@@ -105,6 +106,8 @@ def test_the_page_has_what_every_command_found(run):
         ("compare", [RUN | dict(held_out=[6.0, 6.5])], "held-out loss of packed must fall"),
         ("smoke_packed", dict(checks=[LEAK], losses=[1, 1]), r"find [] in packed, got ['leak test"),
         ("smoke_fixed_chunk", dict(checks=[CHECK], losses=[1, 1]), "find ['leak test'] in fixed_"),
+        ("smoke_bucket", dict(checks=[NOT_RUN], losses=[]), "not run ['leak test']"),
+        ("doctor", dict(checks=[CHECK, NOT_RUN]), "every check, got ['leak test'] not run"),
         ("log", [dict(loss=float("nan"), time=0.5)] * 4, "loss of carried chunks must fall: [nan"),
         ("after_sigterm", 2, "SIGTERM must end all processes, got 2 left"),
         ("probe", RuntimeError("probe must exit with 0\nmore"), "RuntimeError: probe must exit"),
