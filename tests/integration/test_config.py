@@ -1,6 +1,7 @@
 """What ``xtuner train`` refuses before building, and what it changes in a config."""
 
 import argparse
+import copy
 import importlib
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import (
     T5Config,
 )
 
-from xtuner_mamba.dataset import process_document_dataset
+from xtuner_mamba.dataset import process_document_dataset, process_packed_dataset
 from xtuner_mamba.engine.hooks import (
     CarriedStateHook,
     ExposureHook,
@@ -204,7 +205,10 @@ def test_held_out_documents_are_checked_like_those_of_training(template, args):
 
 def test_parts_that_need_each_other_are_asked_for(template, args):
     template.custom_hooks.append(dict(type=CarriedStateHook))
-    with pytest.raises(ConfigError, match=r"together, got batch_sampler None and custom_hooks \["):
+    message = (
+        r"together, got dataset process_packed_dataset, batch_sampler None, .*StateHook'\]; see"
+    )
+    with pytest.raises(ConfigError, match=message):
         check_packed_training(template, args)
     template.custom_hooks[-1] = dict(type=LengthCurriculumHook, schedule=[(0, 8), (1, 9)])
     with pytest.raises(ConfigError, match="with LengthCurriculumHook, got None; use a mamba_"):
@@ -213,6 +217,49 @@ def test_parts_that_need_each_other_are_asked_for(template, args):
     message = r"^custom_hooks\[3\]: schedule must be .*, got \[\(0, 9\), \(1, 8\)\]; such as"
     with pytest.raises(ConfigError, match=message):
         check_packed_training(template, args)
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        ("dataset", "process_packed_dataset"),
+        ("dataset", "process_document_dataset"),
+        ("collate_fn", "packed_collate_fn"),
+        ("collate_fn", "padded_collate_fn"),
+        ("batch_sampler", "None"),
+    ],
+)
+def test_carried_chunks_that_a_config_has_half_of_are_refused(
+    write_config, tiny, args, monkeypatch, part, other
+):
+    monkeypatch.chdir(tiny)
+    name = "mamba_130m_pretrain_jsonl_fixed_chunk_carried"
+    settings = dict(pretrained_model_name_or_path=str(tiny / "model"), data_files="data/*.json")
+    carried = Config.fromfile(write_config(name, **settings))
+    assert check_packed_training(carried, args)
+    if other == "None":
+        carried.train_dataloader[part] = None
+    else:
+        carried.train_dataloader[part].type = f"xtuner_mamba.dataset.{other}"
+    with pytest.raises(ConfigError, match=f"must come together, got .*{part} {other}[, ].*; see "):
+        check_packed_training(carried, args)
+
+
+@pytest.mark.parametrize("loader", ["train_dataloader", "val_dataloader"])
+def test_packs_are_not_taken_for_documents(write_config, tiny, args, loader):
+    path = write_config(
+        "mamba_130m_full_alpaca_e3_bucket", pretrained_model_name_or_path=str(tiny / "model")
+    )
+    bucket = Config.fromfile(path)
+    bucket[loader] = copy.deepcopy(bucket.train_dataloader)
+    bucket[loader].dataset.type = process_packed_dataset
+    message = (
+        f"^packing must be 'wrap', .* with padded_collate_fn, got 'best_fit' in {loader}: .*; use"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_packed_training(bucket, args)
+    bucket[loader].dataset.packing = "wrap"
+    assert check_packed_training(bucket, args)
 
 
 def test_token_accumulation_is_refused_with_deepspeed(template, args):

@@ -214,3 +214,29 @@ def test_what_the_pages_show_can_be_put_at_the_end_of_a_template(offline, tmp_pa
 
 def test_the_pages_show_what_can_be_put_there():
     assert len(BLOCKS) == 5
+
+
+DIFFS = re.findall(r"```diff\n(.*?)```", (DOCS / "lengths.md").read_text(), re.DOTALL)
+
+
+def apply_diff(diff: str, text: str) -> str:
+    """Change what a page shows of a config; what stands for other lines ends in three dots."""
+    for hunk in re.split(r"^ +\.\.\.\n", diff, flags=re.MULTILINE):
+        lines = hunk.splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] in f" {sign}") for sign in "-+")
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize(("name", "diff"), [(OF_PACKS, diff) for diff in DIFFS])
+def test_the_pages_show_all_that_another_scheme_takes(offline, tmp_path, name, diff):
+    path = tmp_path / "copy.py"
+    text = Path(templates()[name]).read_text()
+    path.write_text(apply_diff(diff, text.replace("max_length = 8192", "max_length = 2048")))
+    args = argparse.Namespace(config=str(path), work_dir=None, deepspeed=None, launcher="none")
+    assert check_packed_training(Config.fromfile(path), args)
+
+
+def test_the_pages_show_two_changes_of_scheme():
+    assert len(DIFFS) == 2

@@ -37,7 +37,8 @@ def packed_collate_fn(
     if len(instances) != 1:
         raise ValueError(
             f"batch_size must be 1 with packs, which hold many documents each, got "
-            f"{len(instances)}; raise max_length instead"
+            f"{len(instances)}; raise max_length instead, or use padded_collate_fn for rows of one "
+            "document"
         )
     pack = instances[0]
     if pack.get("pixel_values") is not None:

@@ -74,6 +74,7 @@ def check_packed_training(cfg: Config, args: argparse.Namespace) -> bool:
         _check_loop(cfg)
     _check_arguments(cfg, covered)
     _check_batch_sampler(cfg)
+    _check_collate_fn(cfg)
     return covered
 
 
@@ -340,13 +341,37 @@ def _check_batch_sampler(cfg: Config) -> None:
                 f"the last of boundaries must hold the dataset's max_length, got {last} and "
                 f"{longest}; set max_length = boundaries[-1], or add a boundary"
             )
-    if (name == "CarriedChunkBatchSampler") != ("CarriedStateHook" in hooks):
+    rows, collate_fn = type_name(dataset), type_name(loader.get("collate_fn") or {})
+    carries = {
+        rows == "process_chunk_dataset",
+        name == "CarriedChunkBatchSampler",
+        collate_fn == "carried_collate_fn",
+        "CarriedStateHook" in hooks,
+    }
+    if len(carries) > 1:
         raise ConfigError(
-            f"CarriedChunkBatchSampler and CarriedStateHook must come together, got batch_sampler "
-            f"{name} and custom_hooks {hooks}; see mamba_130m_pretrain_jsonl_fixed_chunk_carried"
+            "process_chunk_dataset, CarriedChunkBatchSampler, carried_collate_fn and "
+            f"CarriedStateHook must come together, got dataset {rows}, batch_sampler {name}, "
+            f"collate_fn {collate_fn} and custom_hooks {hooks}; see "
+            "mamba_130m_pretrain_jsonl_fixed_chunk_carried"
         )
     if "LengthCurriculumHook" in hooks and name not in _OF_LIKE_LENGTHS:
         raise ConfigError(
             f"batch_sampler must be one of {_OF_LIKE_LENGTHS} with LengthCurriculumHook, got "
             f"{name}; use a mamba_*_bucket template, or leave the hook out"
         )
+
+
+def _check_collate_fn(cfg: Config) -> None:
+    """Check that documents of a pack are not laid out as one."""
+    for part in _DATALOADERS:
+        loader = cfg.get(part) or {}
+        dataset, collate_fn = loader.get("dataset") or {}, loader.get("collate_fn") or {}
+        packing = dataset.get("packing", "best_fit")
+        names = type_name(dataset), type_name(collate_fn)
+        if names == ("process_packed_dataset", "padded_collate_fn") and packing != "wrap":
+            raise ConfigError(
+                f"packing must be 'wrap', that of fixed chunks, with padded_collate_fn, got "
+                f"{packing!r} in {part}: it keeps rows apart, and not the documents of a row; use "
+                "packed_collate_fn for packs, process_document_dataset for a document a row"
+            )
