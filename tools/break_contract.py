@@ -70,6 +70,7 @@ def multiply_conv() -> None:
     import torch.nn.functional as F
 
     from xtuner_mamba.model.dispatch import mamba
+    from xtuner_mamba.ops.causal_conv1d import ForkedConv
 
     conv = mamba.causal_conv1d
 
@@ -81,7 +82,8 @@ def multiply_conv() -> None:
         for back, tap in enumerate(weight.unbind(1)[::-1]):
             inside = (owner == F.pad(owner, (back, 0), value=-1)[: len(owner)]).to(x.dtype)
             y = y + tap * F.pad(x, (0, 0, back, 0))[:, : x.shape[1]] * inside[:, None]
-        return F.silu(y) if activation else y
+        y = F.silu(y) if activation else y
+        return ForkedConv(y, y, None)
 
     mamba.causal_conv1d = multiplying
 

@@ -15,6 +15,8 @@ from xtuner_mamba.model import dispatch_packed, loss
 from xtuner_mamba.model.dispatch import mamba, mamba_lm
 from xtuner_mamba.model.loss import packed_loss
 from xtuner_mamba.ops import causal_conv1d, halves, selective_scan
+from xtuner_mamba.ops.causal_conv1d import ForkedConv
+from xtuner_mamba.ops.causal_conv1d import triton as conv_triton
 from xtuner_mamba.ops.selective_scan import triton
 from xtuner_mamba.testing import relative_rms
 
@@ -356,9 +358,19 @@ def mixer_kernels(monkeypatch):
         monkeypatch.setattr(mamba, op.__name__, functools.partial(op, impl="triton"))
 
 
-def split_by_chunk(xz):
-    """Split as PyTorch does, whose backward copies both gradients."""
-    return *xz.chunk(2, dim=-1), None, None
+@pytest.fixture
+def autograd_lays_and_adds(mixer_kernels, monkeypatch):
+    """Leave to PyTorch what the kernels do while they read and write gradients anyway."""
+
+    def conv_for_one_reader(*args, fork, dx_out, **options):
+        y = causal_conv1d(*args, impl="triton", **options)
+        return ForkedConv(y, y, None)
+
+    def use():
+        monkeypatch.setattr(mamba, "causal_conv1d", conv_for_one_reader)
+        monkeypatch.setattr(mamba, "split_halves", lambda xz: (*xz.chunk(2, dim=-1), None, None))
+
+    return use
 
 
 def as_it_is(model):
@@ -384,17 +396,22 @@ def without_silu(model):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("change", [as_it_is, with_lora, without_silu])
-def test_gradients_side_by_side_are_those_of_a_copy(mixer_kernels, monkeypatch, change, recompute):
-    results = []
-    for split in (mamba.split_halves, split_by_chunk):
-        monkeypatch.setattr(mamba, "split_halves", split)
+def test_gradients_are_those_that_autograd_lays_and_adds(autograd_lays_and_adds, change, recompute):
+    def grads():
         model = make_model(hidden_size=8, num_hidden_layers=2)
         dispatch_packed(model, fuse_norm=False, recompute=recompute)
-        results.append(step(change(model), make_batch([5, 1]), fuse=False))
-    together, apart = results
-    assert together.keys() == apart.keys()
-    for name, value in apart.items():
-        assert torch.equal(together[name], value), name
+        return step(change(model), make_batch([3, 1]), fuse=False)
+
+    actual = grads()
+    autograd_lays_and_adds()
+    expected = grads()
+    if change is with_lora:
+        # three gradients, added in another order
+        assert_close(actual, expected, 1e-6)
+        return
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -413,10 +430,24 @@ def test_the_gradient_of_in_proj_is_where_conv_and_scan_wrote_it(
     model.backbone.layers[0].mixer.in_proj.register_forward_hook(
         lambda _, __, xz: xz.register_hook(arrived.append) and None
     )
-    step(model, make_batch([5, 1]), fuse=False)
+    step(model, make_batch([3, 1]), fuse=False)
     (dxz,), (dz, dx) = arrived, written
     assert dx.is_set_to(dxz[..., :16])
     assert dz.is_set_to(dxz[..., 16:])
+
+
+def test_the_conv_adds_the_gradients_of_its_two_readers(mixer_kernels, monkeypatch):
+    original, shapes = conv_triton._conv_bwd, []
+
+    def conv_bwd(*args, **options):
+        shapes.append([args[7].shape, args[8].shape])
+        return original(*args, **options)
+
+    monkeypatch.setattr(conv_triton, "_conv_bwd", conv_bwd)
+    model = make_model(hidden_size=8, num_hidden_layers=1)
+    dispatch_packed(model, fuse_norm=False, recompute=True)
+    step(model, make_batch([3, 1]), fuse=False)
+    assert shapes == [2 * [(4, 16)]]
 
 
 # -- the loss without logits ----------------------------------------------------------------------

@@ -215,6 +215,23 @@ def test_gradient_of_one_output_alone(impl):
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], from_y)
 
 
+@pytest.mark.parametrize("return_final_states", [False, True])
+def test_two_readers(impl, return_final_states):
+    inputs = make_conv_inputs([3, 2], dtype=torch.float64)
+    x = inputs["x"].requires_grad_()
+    options = dict(activation="silu", impl=impl, return_final_states=return_final_states)
+    y, y_fork, final_states = causal_conv1d(**inputs, **options, fork=True)
+    expected = run(inputs, impl)
+    assert torch.equal(y, expected["y"])
+    assert torch.equal(y_fork, expected["y"])
+    assert (final_states is not None) is return_final_states
+    assert final_states is None or torch.equal(final_states, expected["final_states"])
+    dy, dy_fork = eighths(y.shape, seed=0), eighths(y.shape, seed=1)
+    (actual,) = torch.autograd.grad([y, y_fork], x, [dy.double(), dy_fork.double()])
+    incoming = dy + dy_fork, torch.zeros_like(inputs["initial_states"])
+    assert torch.equal(actual, run(inputs, impl, incoming=incoming)["dx"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_dtypes_of_results(impl, dtype):
     inputs = make_conv_inputs([3, 2], dtype=dtype)

@@ -436,6 +436,50 @@ def test_gradients_of_two_halves_are_written_side_by_side(is_cut, request):
     assert dz.data_ptr() == dwhole.data_ptr() + 24 * dwhole.element_size()
 
 
+@pytest.mark.parametrize("read", ["both", "the first", "the second"])
+def test_gradients_of_two_readers_are_added(read):
+    inputs = make_small("conv")
+    shape, dfinal = inputs["x"].shape, eighths(inputs["initial_states"].shape, seed=2)
+    incoming = [eighths(shape, seed=seed).to(DEVICE) for seed in range(2)]
+    # a slice, with a stride of its own
+    incoming[1] = incoming[1].repeat(1, 1, 2)[..., : shape[2]]
+    leaves = {name: t.to(DEVICE) for name, t in inputs.items()}
+    wanted = {name: t.requires_grad_() for name, t in leaves.items() if t.is_floating_point()}
+    options = dict(OPTIONS["conv"], return_final_states=True, impl="triton")
+    y, y_fork, final_states = causal_conv1d(**leaves, **options, fork=True)
+    assert y.data_ptr() == y_fork.data_ptr()
+    readers = {"both": slice(2), "the first": slice(1), "the second": slice(1, 2)}[read]
+    outputs = [*(y, y_fork)[readers], final_states]
+    grads = [*incoming[readers], dfinal.to(DEVICE)]
+    actual = torch.autograd.grad(outputs, list(wanted.values()), grads)
+    expected = run("conv", inputs, incoming=(sum(incoming[readers]), dfinal))
+    for name, gradient in zip(wanted, actual):
+        assert torch.equal(gradient.cpu(), expected[f"d{name}"]), name
+
+
+def test_the_sum_of_two_gradients_is_not_rounded():
+    x = torch.ones(1, 1, 1, dtype=torch.float16, device=DEVICE)
+    weight = torch.ones(1, 1, device=DEVICE, requires_grad=True)
+    y, y_fork, _ = causal_conv1d(x, weight, fork=True, impl="triton")
+    small = 2.0**-12
+    assert 1 + torch.full_like(y, small) == 1
+    grads = torch.ones_like(y), torch.full_like(y, small)
+    (dweight,) = torch.autograd.grad([y, y_fork], weight, grads)
+    assert dweight == 1 + small
+
+
+def test_neither_reader_changes_what_the_other_reads():
+    inputs = {name: t.to(DEVICE) for name, t in make_small("conv").items()}
+    y, y_fork, _ = causal_conv1d(
+        **inputs | {"x": inputs["x"].requires_grad_()}, fork=True, impl="triton"
+    )
+    with pytest.raises(RuntimeError, match="is a view and"):
+        y_fork.mul_(2)
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="is a view and its base"):
+        y_fork.sum().backward()
+
+
 def test_rows_of_a_batch_are_documents(op):
     inputs = MAKERS[op]([7, 7], dim=24)
     packed = run(op, inputs)

@@ -1,7 +1,7 @@
 """Tensors in, tensors out: knows neither XTuner nor transformers."""
 
 from xtuner_mamba.ops.attention import attention
-from xtuner_mamba.ops.causal_conv1d import ConvWithStates, causal_conv1d
+from xtuner_mamba.ops.causal_conv1d import ConvWithStates, ForkedConv, causal_conv1d
 from xtuner_mamba.ops.linear_cross_entropy import linear_cross_entropy
 from xtuner_mamba.ops.rms_norm import NormWithResidual, rms_norm
 from xtuner_mamba.ops.selective_scan import ScanWithStates, backward_follows, selective_scan
@@ -9,6 +9,7 @@ from xtuner_mamba.ops.ssd import SsdWithStates, ssd
 
 __all__ = [
     "ConvWithStates",
+    "ForkedConv",
     "NormWithResidual",
     "ScanWithStates",
     "SsdWithStates",

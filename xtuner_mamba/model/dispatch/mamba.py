@@ -116,18 +116,25 @@ def mix_documents(
 
 
 def convolve(
+    self: nn.Module, x: Tensor, *, cu_seqlens: Tensor | None = None, rows: Rows | None = None
+) -> Tensor:
+    """Conv and activation, ``(batch, seqlen, dim)`` in and out."""
+    return _convolve_for_two(self, x, cu_seqlens=cu_seqlens, rows=rows)[0]
+
+
+def _convolve_for_two(
     self: nn.Module,
     x: Tensor,
     *,
-    cu_seqlens: Tensor | None = None,
-    rows: Rows | None = None,
+    cu_seqlens: Tensor | None,
+    rows: Rows | None,
     dx_out: GradientHalf | None = None,
-) -> Tensor:
-    """Conv and activation, ``(batch, seqlen, dim)`` in and out."""
+) -> tuple[Tensor, Tensor]:
+    """As :func:`convolve`, the result once for each of two readers."""
     silu = self.activation in ("silu", "swish")
     if rows is not None:
         x = rows.mask(x)
-    y = causal_conv1d(
+    y, y_fork, final_states = causal_conv1d(
         x,
         self.conv1d.weight.squeeze(1),
         self.conv1d.bias,
@@ -135,13 +142,15 @@ def convolve(
         activation="silu" if silu else None,
         initial_states=None if rows is None else rows.initial_conv_states(x),
         return_final_states=rows is not None,
+        fork=True,
         dx_out=dx_out,
     )
+    if not silu:
+        y = y_fork = self.act(y)
     if rows is not None:
-        y, final_states = y
         rows.keep_conv_states(x, final_states)
-    y = y if silu else self.act(y)
-    return y if rows is None else rows.mask(y)
+        y, y_fork = rows.mask(y), rows.mask(y_fork)
+    return y, y_fork
 
 
 def is_partitioned(parameter: Tensor) -> bool:
@@ -219,8 +228,11 @@ def _mix(
         dx_out = dz_out = None
     else:
         x, z, dx_out, dz_out = split_halves(xz)
-    x = convolve(self, x, cu_seqlens=cu_seqlens, rows=rows, dx_out=dx_out)
-    heads = _zamba_heads(self, x) if family == "ZambaMambaMixer" else [_head(self, x, family)]
+    x, x_fork = _convolve_for_two(self, x, cu_seqlens=cu_seqlens, rows=rows, dx_out=dx_out)
+    if family == "ZambaMambaMixer":
+        heads = _zamba_heads(self, x_fork)
+    else:
+        heads = [_head(self, x_fork, family)]
     y = _scan(self, heads, x, z, cu_seqlens=cu_seqlens, rows=rows, dz_out=dz_out)
     return self.out_proj(y)
 

@@ -1,3 +1,3 @@
-from xtuner_mamba.ops.causal_conv1d.api import ConvWithStates, causal_conv1d
+from xtuner_mamba.ops.causal_conv1d.api import ConvWithStates, ForkedConv, causal_conv1d
 
-__all__ = ["ConvWithStates", "causal_conv1d"]
+__all__ = ["ConvWithStates", "ForkedConv", "causal_conv1d"]

@@ -34,10 +34,23 @@ class ConvWithStates(NamedTuple):
     """Last ``width - 1`` inputs of each document, oldest first, ``(num_seqs, dim, width - 1)``."""
 
 
+class ForkedConv(NamedTuple):
+    """Result of :func:`causal_conv1d` with ``fork=True``."""
+
+    y: Tensor
+    """``(batch, seqlen, dim)``."""
+    y_fork: Tensor
+    """The same in the same memory, for a second reader."""
+    final_states: Tensor | None
+    """As in :class:`ConvWithStates`, with ``return_final_states``."""
+
+
 @overload
 def causal_conv1d(*args, return_final_states: Literal[False] = False, **kwargs) -> Tensor: ...
 @overload
 def causal_conv1d(*args, return_final_states: Literal[True], **kwargs) -> ConvWithStates: ...
+@overload
+def causal_conv1d(*args, fork: Literal[True], **kwargs) -> ForkedConv: ...
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -47,9 +60,10 @@ def causal_conv1d(
     activation: Literal["silu"] | None = None,
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
+    fork: bool = False,
     dx_out: GradientHalf | None = None,
     impl: Impl | None = None,
-) -> Tensor | ConvWithStates:
+) -> Tensor | ConvWithStates | ForkedConv:
     """Convolve every document on its own, as if each were alone in the batch.
 
     Products are summed in float32 (float64 for float64 inputs) and rounded once.
@@ -65,6 +79,8 @@ def causal_conv1d(
             ``(num_seqs, dim, width - 1)``.
         return_final_states: Also return each document's last ``width - 1`` inputs, those of a
             shorter document led by its initial state (or zeros).
+        fork: Return the result twice, for two readers. On a GPU the backward adds the gradients of
+            both as it reads them, unrounded, and spares the pass in which autograd would.
         dx_out: Where the backward on a GPU writes the gradient of ``x``, one of the
             :class:`~xtuner_mamba.ops.halves.Halves`; elsewhere nothing is changed by it.
         impl: ``"triton"`` runs on a GPU, ``"cpu"`` on a CPU in compiled loops, ``"reference"`` in
@@ -73,7 +89,8 @@ def causal_conv1d(
 
     Returns:
         ``(batch, seqlen, dim)`` in the dtype of ``x``; with ``return_final_states`` a
-        :class:`ConvWithStates` in that dtype. Differentiable in every tensor but ``cu_seqlens``.
+        :class:`ConvWithStates`, with ``fork`` a :class:`ForkedConv`, all in that dtype.
+        Differentiable in every tensor but ``cu_seqlens``.
 
     Raises:
         ValueError: A shape or a boundary disagrees with the above, or ``activation`` or
@@ -85,10 +102,12 @@ def causal_conv1d(
     args = (x.flatten(0, 1), weight, bias, initial_states, cu_seqlens, activation)
     # the ops choose their own precision: autocast would round their float32 products
     with torch.autocast(x.device.type, enabled=False):
-        y, final_states = _resolve(impl, x.device)(
+        y, y_fork, final_states = _resolve(impl, x.device)(
             *args, return_final_states=return_final_states, dx_out=dx_out
         )
     y = y.view(x.shape)
+    if fork:
+        return ForkedConv(y, y_fork.view(x.shape), final_states)
     return ConvWithStates(y, final_states) if return_final_states else y
 
 

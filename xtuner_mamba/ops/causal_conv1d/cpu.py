@@ -17,15 +17,16 @@ def causal_conv1d_cpu(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None,
     cu_seqlens: Tensor, activation: str | None, *, return_final_states: bool,
     dx_out: GradientHalf | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.causal_conv1d`; the rows are laid end to end.
 
     ``dx_out`` is not made use of.
     """
     check_cpu_takes(x)
-    return CausalConv1dFunction.apply(
+    y, final_states = CausalConv1dFunction.apply(
         x, weight, bias, initial_states, cu_seqlens, activation, return_final_states
     )
+    return y, y, final_states
 
 
 class CausalConv1dFunction(torch.autograd.Function):

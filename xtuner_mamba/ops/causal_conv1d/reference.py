@@ -11,7 +11,7 @@ def causal_conv1d_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None,
     cu_seqlens: Tensor, activation: str | None, *, return_final_states: bool,
     dx_out: GradientHalf | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.causal_conv1d`; the rows are laid end to end.
 
     Every document is led by a state of ``width - 1`` rows, so that no tap reaches the document
@@ -42,5 +42,5 @@ def causal_conv1d_reference(
     y = y.index_select(0, token_rows - state)
     y = (F.silu(y) if activation == "silu" else y).to(x.dtype)
     if not return_final_states:
-        return y, None
-    return y, led[state_rows + lengths[:, None]].mT.to(x.dtype)
+        return y, y, None
+    return y, y, led[state_rows + lengths[:, None]].mT.to(x.dtype)

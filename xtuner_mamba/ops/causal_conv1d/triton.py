@@ -14,7 +14,7 @@ def causal_conv1d_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None,
     cu_seqlens: Tensor, activation: str | None, *, return_final_states: bool,
     dx_out: GradientHalf | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.causal_conv1d`; the rows are laid end to end."""
     check_triton_takes(x, "take impl='reference'")
     # kernels are launched on the current device, which need not be that of x
@@ -44,12 +44,15 @@ class CausalConv1dFunction(torch.autograd.Function):
         ctx.save_for_backward(*args)
         ctx.activation, ctx.dx_out = activation, dx_out
         ctx.set_materialize_grads(False)
-        return y, final_states
+        # not detached: PyTorch then lets nobody change the one in place and read the other
+        return y, y.view_as(y), final_states
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, dfinal_states):
+    def backward(ctx, dy, dy_fork, dfinal_states):
         x, weight, bias, *_ = args = ctx.saved_tensors
+        if dy is None:
+            dy, dy_fork = dy_fork, None
         if dy is None:
             dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         if dfinal_states is not None:
@@ -60,8 +63,8 @@ class CausalConv1dFunction(torch.autograd.Function):
         else:
             dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dweight, dbias, dinitial_states = _conv_bwd(
-            *args, ctx.activation, with_unit_stride(dy), dfinal_states, dx,
-            needs_dfilter=needs_dweight or needs_dbias,
+            *args, ctx.activation, with_unit_stride(dy), with_unit_stride(dy_fork), dfinal_states,
+            dx, needs_dfilter=needs_dweight or needs_dbias,
         )  # fmt: skip
         dweight = None if dweight is None else dweight.to(weight.dtype)
         dbias = None if bias is None or dbias is None else dbias.to(bias.dtype)

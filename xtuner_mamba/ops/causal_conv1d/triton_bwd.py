@@ -28,8 +28,8 @@ from xtuner_mamba.ops.triton_math import add_compensated, sigmoid
 # these change from step to step: a kernel for each of their divisors would be compiled in turn
 @triton.jit(do_not_specialize=["total", "block_t"])
 def _conv_bwd_kernel(
-    x, weight, bias, initial_states, cu_seqlens, seq_idx, dy, dfinal_states, dx, dfilter,
-    stride_x, stride_dy, stride_dx, total, dim, block_t,
+    x, weight, bias, initial_states, cu_seqlens, seq_idx, dy, dy_fork, dfinal_states, dx, dfilter,
+    stride_x, stride_dy, stride_dy_fork, stride_dx, total, dim, block_t,
     WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(dim, BLOCK_D)
@@ -40,7 +40,9 @@ def _conv_bwd_kernel(
     num_own = tl.minimum(block_t, total - first)
     num_read = tl.minimum(num_own + WIDTH - 1, total - first)
     p_x = x + first.to(tl.int64) * stride_x + o_d
-    p_dy = dy + first.to(tl.int64) * stride_dy + o_d
+    p_dy, p_dy_fork = dy + first.to(tl.int64) * stride_dy + o_d, dy_fork
+    if dy_fork is not None:
+        p_dy_fork += first.to(tl.int64) * stride_dy_fork + o_d
     p_dx = dx + first.to(tl.int64) * stride_dx + o_d
 
     b_taps, b_bias = load_filter(weight, bias, o_d, m_d, WIDTH)
@@ -62,9 +64,12 @@ def _conv_bwd_kernel(
         for i in tl.static_range(GROUP):
             m_t = m_d & (i_group + i < num_read)
             b_x = tl.load(p_x + (i_group + i) * stride_x, mask=m_t, other=0.0)
-            b_dy = tl.load(p_dy + (i_group + i) * stride_dy, mask=m_t, other=0.0)
+            b_dy = tl.load(p_dy + (i_group + i) * stride_dy, mask=m_t, other=0.0).to(tl.float32)
+            if dy_fork is not None:
+                p_dy_t = p_dy_fork + (i_group + i) * stride_dy_fork
+                b_dy += tl.load(p_dy_t, mask=m_t, other=0.0).to(tl.float32)
             b_xs = b_xs + (b_x.to(tl.float32),)
-            b_dys = b_dys + (b_dy.to(tl.float32),)
+            b_dys = b_dys + (b_dy,)
         # most groups lie inside one document, all their taps too, and need not ask at every token
         i_last = tl.load(seq_idx + first + tl.minimum(i_group + GROUP, num_read) - 1)
         if (i_last == i_seq) & (first + i_group - start >= WIDTH - 1):
@@ -134,8 +139,8 @@ def _walk_group(
 
 @triton.jit
 def _conv_bwd_states_kernel(
-    x, weight, bias, initial_states, cu_seqlens, dy, dfinal_states, dinitial_states,
-    stride_x, stride_dy, dim,
+    x, weight, bias, initial_states, cu_seqlens, dy, dy_fork, dfinal_states, dinitial_states,
+    stride_x, stride_dy, stride_dy_fork, dim,
     WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(dim, BLOCK_D)
@@ -162,6 +167,9 @@ def _conv_bwd_states_kernel(
         m_t = m_d & (start + i_t < end)
         b_x = tl.load(x + (start + i_t) * stride_x + o_d, mask=m_t, other=0.0).to(tl.float32)
         b_dy = tl.load(dy + (start + i_t) * stride_dy + o_d, mask=m_t, other=0.0).to(tl.float32)
+        if dy_fork is not None:
+            p_dy_t = dy_fork + (start + i_t) * stride_dy_fork + o_d
+            b_dy += tl.load(p_dy_t, mask=m_t, other=0.0).to(tl.float32)
         b_inputs = (b_x,) + b_window
         b_g = _before_activation(b_dy, b_inputs, b_taps, b_bias, SILU, WIDTH)
         b_added = ()
@@ -242,9 +250,12 @@ def _zeros(NUM: tl.constexpr, BLOCK_D: tl.constexpr):
 def _conv_bwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None,
     cu_seqlens: Tensor, seq_idx: Tensor, activation: str | None,
-    dy: Tensor, dfinal_states: Tensor | None, dx: Tensor, *, needs_dfilter: bool,
+    dy: Tensor, dy_fork: Tensor | None, dfinal_states: Tensor | None, dx: Tensor,
+    *, needs_dfilter: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Launch the backward: write dx, return dweight, dbias and dinitial_states.
+
+    The gradient of the result is dy or, unrounded, the sum of dy and dy_fork.
 
     Temporary: the filter's gradient of every ``block_t`` tokens, in float32, summed in a fixed
     order: ``(total / block_t, width + 1, dim)``.
@@ -257,9 +268,10 @@ def _conv_bwd(
     if needs_dfilter:
         dfilter = torch.empty((num_parts, width + 1, dim), dtype=torch.float32, device=x.device)
     silu = activation == "silu"
+    stride_dy_fork = 0 if dy_fork is None else dy_fork.stride(0)
     _conv_bwd_kernel[(num_blocks * num_parts,)](
-        x, weight, bias, initial_states, cu_seqlens, seq_idx, dy, dfinal_states, dx, dfilter,
-        x.stride(0), dy.stride(0), dx.stride(0), total, dim, block_t,
+        x, weight, bias, initial_states, cu_seqlens, seq_idx, dy, dy_fork, dfinal_states, dx,
+        dfilter, x.stride(0), dy.stride(0), stride_dy_fork, dx.stride(0), total, dim, block_t,
         WIDTH=width, SILU=silu, BLOCK_D=block_d, GROUP=GROUP, num_warps=num_warps,
     )  # fmt: skip
     dweight = dbias = dinitial_states = None
@@ -269,8 +281,8 @@ def _conv_bwd(
     if initial_states is not None:
         dinitial_states = torch.empty_like(initial_states)
         _conv_bwd_states_kernel[(num_blocks * num_seqs,)](
-            x, weight, bias, initial_states, cu_seqlens, dy, dfinal_states, dinitial_states,
-            x.stride(0), dy.stride(0), dim,
+            x, weight, bias, initial_states, cu_seqlens, dy, dy_fork, dfinal_states,
+            dinitial_states, x.stride(0), dy.stride(0), stride_dy_fork, dim,
             WIDTH=width, SILU=silu, BLOCK_D=block_d, num_warps=num_warps,
         )  # fmt: skip
     return dweight, dbias, dinitial_states
