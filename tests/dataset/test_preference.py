@@ -185,6 +185,33 @@ def test_rows_that_are_no_pairs_are_named(process):
         process(dataset=make_rows().select([]))
 
 
+@pytest.mark.parametrize(
+    ("part", "message", "said"),
+    [
+        (
+            "chosen",
+            {"role": "assistant", "content": None},
+            r"got .*None.* in chosen of row 2; mend",
+        ),
+        ("prompt", {"role": "user", "content": None}, r"got .*None.* in prompt of row 2; mend"),
+        ("rejected", {"role": None, "content": "w1"}, r"got .*None.* in rejected of row 2; mend"),
+        ("chosen", {"role": "user", "content": "w1"}, "chosen answer must .*, got 'user' in row 2"),
+        ("rejected", {"role": "asistant", "content": "w1"}, "got 'asistant' in row 2; mend"),
+    ],
+)
+def test_messages_that_would_be_trained_on_as_other_texts_are_named(process, part, message, said):
+    rows = make_rows().to_list()
+    rows[2][part] = [message]
+    with pytest.raises(ValueError, match=said):
+        process(dataset=Dataset.from_list(rows))
+
+
+def test_texts_in_the_place_of_messages_are_named(process):
+    rows = [{name: ["w1"] for name in ("prompt", "chosen", "rejected")}]
+    with pytest.raises(ValueError, match="both texts, got 'w1' in prompt of row 0; mend"):
+        process(dataset=Dataset.from_list(rows))
+
+
 def test_answer_that_does_not_follow_its_prompt_is_refused(process, chat):
     tokenizer = copy.deepcopy(chat)
     tokenizer.chat_template = "{{ messages | length }} {{ messages[-1].content }}"
@@ -212,6 +239,8 @@ def test_answer_that_does_not_follow_its_prompt_is_refused(process, chat):
         (dict(is_reward=True), "one of is_dpo and is_reward must be True, got True and True"),
         (dict(is_dpo=False, is_reward=True), "must be a token with is_reward, got -1; choose"),
         (dict(dataset_map_fn="nowhere.to_find"), "got 'nowhere.to_find'; write"),
+        (dict(prompt_template="default"), "prompt_template must be .*, got 'default'; write PROM"),
+        (dict(prompt_template={}), "prompt_template must be an entry of .*, got {}; write PROM"),
     ],
 )
 def test_argument_that_cannot_be_met_is_refused(options, message):

@@ -253,6 +253,12 @@ def check_preference_arguments(arguments: Mapping[str, Any]) -> None:
             f"use_varlen_attn must be True to pack pairs, got {values['use_varlen_attn']!r}; use "
             "xtuner.dataset.preference_dataset.build_preference_dataset for padded ones"
         )
+    template = values["prompt_template"]
+    if template is not None and not (isinstance(template, Mapping) and "INSTRUCTION" in template):
+        raise ValueError(
+            f"prompt_template must be an entry of XTuner's PROMPT_TEMPLATE, got {template!r}; "
+            "write PROMPT_TEMPLATE.default for example, or None for the tokenizer's chat template"
+        )
     if values["is_dpo"] == values["is_reward"]:
         raise ValueError(
             f"one of is_dpo and is_reward must be True, got {values['is_dpo']} and "

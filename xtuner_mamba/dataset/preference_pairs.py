@@ -38,6 +38,8 @@ class TokenizePair:
                 f"a pair must have lists of messages, got no {' and no '.join(missing)} in row "
                 f"{index} with the columns {list(made)}; make them with dataset_map_fn"
             )
+        for part in PARTS:
+            _check_messages(made[part], part, index)
         prompt = self._render(made["prompt"], add_generation_prompt=True)
         ids = {"prompt_ids": self._encode(prompt)}
         for part in PARTS[1:]:
@@ -62,3 +64,20 @@ class TokenizePair:
     def _encode(self, text: str) -> list[int]:
         # the template has the special tokens
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _check_messages(messages: list, part: str, index: int) -> None:
+    """Refuse what a template would write out as text all the same, such as "None"."""
+    for message in messages:
+        fields = message if isinstance(message, Mapping) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+            raise ValueError(
+                f"a message must have a role and a content, both texts, got {message!r} in "
+                f"{part} of row {index}; mend the row, or leave it out with dataset.filter"
+            )
+    role = messages[-1]["role"]
+    if part != "prompt" and role != "assistant":
+        raise ValueError(
+            f"the {part} answer must end with a message of the role 'assistant', got {role!r} in "
+            f"row {index}; mend the row, or make pairs with dataset_map_fn"
+        )
