@@ -281,6 +281,41 @@ def test_only_what_stands_between_the_projections_runs_again():
     assert counts == {"in_proj": 1, "x_proj": 2, "dt_proj": 2, "out_proj": 1}
 
 
+def hook_output(layer):
+    layer.register_forward_hook(lambda *_: None)
+
+
+def hook_gradient(layer):
+    layer.register_full_backward_hook(lambda *_: None)
+
+
+def own_forward(layer):
+    layer.forward = layer.forward
+
+
+def partition(layer):
+    layer.weight.ds_id = 0
+
+
+def stand_in(layer):
+    layer.__class__ = type("Standin", (torch.nn.Linear,), {})
+
+
+@pytest.mark.parametrize("change", [hook_output, hook_gradient, own_forward, partition, stand_in])
+def test_an_out_proj_that_must_be_called_is_called(monkeypatch, change):
+    given = []
+    monkeypatch.setattr(
+        mamba, "selective_scan", lambda *a, **k: given.append(k) or selective_scan(*a, **k)
+    )
+    model, batch = make_model(), make_batch()
+    dispatch_packed(model, **PLAIN)
+    expected = step(model, batch, fuse=False)
+    change(model.backbone.layers[1].mixer.out_proj)
+    for name, value in step(model, batch, fuse=False).items():
+        torch.testing.assert_close(value, expected[name])
+    assert ["out_proj_weight" in options for options in given] == [True] * 3 + [True, False, True]
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpointed_block_runs_again_once_and_not_twice(use_reentrant):
     model = make_model()
@@ -394,8 +429,10 @@ def without_silu(model):
     return model
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("change", [as_it_is, with_lora, without_silu])
+@pytest.mark.parametrize(
+    ("change", "recompute"),
+    [(as_it_is, False), (as_it_is, True), (with_lora, True), (without_silu, False)],
+)
 def test_gradients_are_those_that_autograd_lays_and_adds(autograd_lays_and_adds, change, recompute):
     def grads():
         model = make_model(hidden_size=8, num_hidden_layers=2)
@@ -514,14 +551,6 @@ def adapt(head):
     head.__class__ = AdaptedLinear
 
 
-def add_hook(head):
-    head.register_forward_hook(lambda *_: None)
-
-
-def partition(head):
-    head.weight.ds_id = 0
-
-
 def add_bias(head):
     head.bias = torch.nn.Parameter(torch.zeros(VOCAB, device=DEVICE))
 
@@ -531,7 +560,7 @@ def add_bias(head):
     [
         (adapt, r"must be a linear layer without bias, got AdaptedLinear\("),
         (add_bias, r"must be a linear layer without bias, got Linear\(.*bias=True"),
-        (add_hook, "the head has hooks"),
+        (hook_output, "the head has hooks"),
         (partition, "ZeRO-3 gathers the head for its own forward only"),
     ],
 )
