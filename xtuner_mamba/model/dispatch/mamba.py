@@ -233,8 +233,34 @@ def _mix(
         heads = _zamba_heads(self, x_fork)
     else:
         heads = [_head(self, x_fork, family)]
-    y = _scan(self, heads, x, z, cu_seqlens=cu_seqlens, rows=rows, dz_out=dz_out)
-    return self.out_proj(y)
+    layer = _weights_of_out_proj(self, x) if len(heads) == 1 else {}
+    y = _scan(self, heads, x, z, cu_seqlens=cu_seqlens, rows=rows, dz_out=dz_out, **layer)
+    return y if layer else self.out_proj(y)
+
+
+def _weights_of_out_proj(self: nn.Module, y: Tensor) -> dict[str, Tensor | None]:
+    """Return what the scan may multiply its output with, under its names; none if it must not.
+
+    A layer that stands in for the projection (LoRA, 4 bit) or has hooks is called as it is, and
+    ZeRO-3 gathers the weight for that alone.
+    """
+    layer = self.out_proj
+    autocasts = torch.is_autocast_enabled(y.device.type)
+    if (
+        type(layer) is not nn.Linear
+        or is_partitioned(layer.weight)
+        or "forward" in layer.__dict__
+        or layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or not (autocasts or layer.weight.dtype == y.dtype)
+        # the gate is then applied after the scan
+        or self.activation not in ("silu", "swish")
+    ):
+        return {}
+    bias = None if layer.bias is None else layer.bias.to(y.dtype)
+    return dict(out_proj_weight=layer.weight.to(y.dtype), out_proj_bias=bias)
 
 
 def _scan(
@@ -246,8 +272,12 @@ def _scan(
     cu_seqlens: Tensor | None,
     rows: Rows | None,
     dz_out: GradientHalf | None,
+    **out_proj: Tensor | None,
 ) -> Tensor:
-    """Run the recurrence and the gate, head by head; ``dz_out`` is for a single head."""
+    """Run the recurrence and the gate, head by head.
+
+    ``dz_out`` is for a single head, as are the weights of ``out_proj``, which then follows.
+    """
     silu = self.activation in ("silu", "swish")
     state_dtype = torch.promote_types(x.dtype, torch.float32)
     # to autograd a single chunk is a part, too, whose gradient it would copy
@@ -273,6 +303,7 @@ def _scan(
             initial_states=initial_states,
             return_final_states=rows is not None,
             dz_out=dz_out,
+            **out_proj,
         )
         if rows is not None:
             result, after = result
