@@ -262,6 +262,36 @@ def test_packs_are_not_taken_for_documents(write_config, tiny, args, loader):
     assert check_packed_training(bucket, args)
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            {"train_dataloader.collate_fn.type": "packed_collate_fn"},
+            "^model, .* got PackedDPO, process_preference_dataset, packed_collate_fn; DPO, ORPO",
+        ),
+        (
+            {"model.type": "PackedSupervisedFinetune"},
+            "got PackedSupervisedFinetune, process_preference_dataset, preference_packed_co.*; DPO",
+        ),
+        (
+            {"train_dataloader.dataset.is_dpo": False, "train_dataloader.dataset.is_reward": True}
+            | {"train_dataloader.dataset.reward_token_id": 0},
+            "^is_reward must .*, got True with PackedDPO; set it",
+        ),
+        ({"model.type": "PackedRewardModel"}, "^is_reward .*, got False with PackedRewardModel; "),
+    ],
+)
+def test_pairs_and_what_compares_them_come_together(write_config, tiny, args, option, message):
+    path = write_config(
+        "mamba_1_4b_dpo_full_varlen", pretrained_model_name_or_path=str(tiny / "model")
+    )
+    pairs = Config.fromfile(path)
+    assert check_packed_training(pairs, args)
+    pairs.merge_from_dict(option)
+    with pytest.raises(ConfigError, match=message):
+        check_packed_training(pairs, args)
+
+
 def test_token_accumulation_is_refused_with_deepspeed(template, args):
     template.optim_wrapper.type = "TokenAccumulationOptimWrapper"
     assert check_packed_training(template, args)

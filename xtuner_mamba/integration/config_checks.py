@@ -38,9 +38,17 @@ _CHECKS = {
     "CarriedChunkBatchSampler": check_carried_arguments,
     "LengthCurriculumHook": lambda arguments: LengthCurriculum(arguments.get("schedule", ())),
 }
-
-
 _REWARD_MODELS = ("RewardModel", "PackedRewardModel")
+_OF_PAIRS = {
+    *("DPO", "ORPO", "PackedDPO", "PackedORPO", *_REWARD_MODELS),
+    *("build_preference_dataset", "process_preference_dataset"),
+    *("preference_collate_fn", "preference_packed_collate_fn"),
+}
+_OF_DOCUMENTS = {
+    *("SupervisedFinetune", "PackedSupervisedFinetune"),
+    *("process_hf_dataset", "process_packed_dataset", "process_document_dataset"),
+    *("default_collate_fn", "packed_collate_fn", "padded_collate_fn"),
+}
 
 
 class ConfigError(ValueError):
@@ -75,6 +83,7 @@ def check_packed_training(cfg: Config, args: argparse.Namespace) -> bool:
     _check_arguments(cfg, covered)
     _check_batch_sampler(cfg)
     _check_collate_fn(cfg)
+    _check_pairs(cfg)
     return covered
 
 
@@ -375,3 +384,22 @@ def _check_collate_fn(cfg: Config) -> None:
                 f"{packing!r} in {part}: it keeps rows apart, and not the documents of a row; use "
                 "packed_collate_fn for packs, process_document_dataset for a document a row"
             )
+
+
+def _check_pairs(cfg: Config) -> None:
+    """Check that a loss over pairs gets pairs, and a loss over tokens does not."""
+    loader = cfg.train_dataloader
+    dataset, collate_fn = loader.get("dataset") or {}, loader.get("collate_fn") or {}
+    names = [type_name(node) for node in (cfg.model, dataset, collate_fn)]
+    if _OF_PAIRS.intersection(names) and _OF_DOCUMENTS.intersection(names):
+        raise ConfigError(
+            "model, dataset and collate_fn must all be of pairs or all of documents, got "
+            f"{', '.join(names)}; DPO, ORPO and reward models take process_preference_dataset "
+            "and preference_packed_collate_fn"
+        )
+    is_reward = bool(dataset.get("is_reward", False))
+    if names[0] in _OF_PAIRS and is_reward != (names[0] in _REWARD_MODELS):
+        raise ConfigError(
+            f"is_reward must be True for reward models and for no other, got {is_reward} with "
+            f"{names[0]}; set it, and is_dpo to the opposite, in the dataset"
+        )
