@@ -302,6 +302,13 @@ def test_tokenizer_that_is_not_there_leaves_no_target(write, tmp_path, capsys):
     assert not target.exists()
 
 
+def test_name_on_the_hub_is_told_from_a_folder(tmp_path, capsys):
+    assert main(["state-spaces/mamba-130m", str(tmp_path / "hf")]) == 1
+    said = capsys.readouterr().err
+    assert "with a config.json, got state-spaces/mamba-130m; download" in said
+    assert not (tmp_path / "hf").exists()
+
+
 def test_head_that_only_the_config_takes_for_tied_is_not_lost(write, tmp_path):
     source = write("mamba", make_weights("mamba", tied=False))
     with pytest.raises(ValueError, match=r"lm_head.weight must be the embeddings' .*, got another"):

@@ -90,6 +90,11 @@ def convert(source: Path, target: Path) -> Conversion:
     """
     if target.exists():
         raise ValueError(f"the target must not exist, got {target}; choose another, or remove it")
+    if not (source / "config.json").is_file():
+        raise ValueError(
+            f"the source must be a folder on this machine with a config.json, got {source}; "
+            "download a checkpoint of the Hub first"
+        )
     written = json.loads((source / "config.json").read_text())
     if not isinstance(written, dict):
         raise ValueError(f"config.json must hold an object, got {written!r}; download it again")
