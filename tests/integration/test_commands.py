@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -22,9 +23,9 @@ def cli(pristine, monkeypatch):
     def run(*arguments, code=0, **environment):
         def start(command, **kwargs):
             started.append([str(part) for part in command])
-            return subprocess.CompletedProcess(command, code)
+            return SimpleNamespace(wait=lambda: code)
 
-        monkeypatch.setattr(commands, "subprocess", SimpleNamespace(run=start))
+        monkeypatch.setattr(commands, "subprocess", SimpleNamespace(Popen=start))
         monkeypatch.setattr(sys, "argv", ["xtuner", *arguments])
         for name in ("NNODES", "NPROC_PER_NODE"):
             monkeypatch.delenv(name, raising=False)
@@ -47,6 +48,27 @@ def test_exits_as_the_child_did(cli, code, expected):
     assert command[0] == sys.executable
     assert command[1].endswith("xtuner/tools/train.py")
     assert command[2:] == ["cfg.py", "--seed", "0"]
+
+
+def test_sigterm_reaches_the_child(tmp_path):
+    """Sent to ``xtuner`` alone, as schedulers do: the child would go on and keep its GPU."""
+    begun = tmp_path / "begun"
+    child = (
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+        f"pathlib.Path({str(begun)!r}).touch()\n"
+        "time.sleep(60)"
+    )
+    script = f"from xtuner_mamba.integration.commands import run; run(['python', '-c', {child!r}])"
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        deadline = time.monotonic() + 30
+        while not begun.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        parent.terminate()
+        assert parent.wait(30) == 7
+    finally:
+        parent.kill()
 
 
 def test_several_processes_are_run_by_the_same_python(cli):

@@ -1,6 +1,7 @@
 """``xtuner MODE``: the exit code of the command, and the Python that runs it."""
 
 import functools
+import signal
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -35,9 +36,15 @@ def fail_like_the_child(entry_point: ModuleType) -> None:
 
 
 def run(command: list[str]) -> None:
-    """Run a mode's script, and leave with its code if it fails."""
+    """Run a mode's script, hand SIGTERM on to it, and leave with its code if it fails."""
     program, *arguments = command
-    code = subprocess.run([*_LAUNCHERS.get(program, [program]), *arguments]).returncode
+    child = subprocess.Popen([*_LAUNCHERS.get(program, [program]), *arguments])
+    # a scheduler tells this process alone; without it the child would go on, and keep its GPU
+    previous = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    try:
+        code = child.wait()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     if code:
         # a signal is negative here and 128 + n in a shell
         sys.exit(code if code > 0 else 128 - code)
