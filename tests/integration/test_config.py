@@ -15,6 +15,7 @@ from transformers import (
     MistralConfig,
     T5Config,
 )
+from xtuner.dataset import process_hf_dataset
 
 from xtuner_mamba.dataset import process_document_dataset, process_packed_dataset
 from xtuner_mamba.engine.hooks import (
@@ -245,19 +246,29 @@ def test_carried_chunks_that_a_config_has_half_of_are_refused(
         check_packed_training(carried, args)
 
 
-@pytest.mark.parametrize("loader", ["train_dataloader", "val_dataloader"])
-def test_packs_are_not_taken_for_documents(write_config, tiny, args, loader):
+@pytest.mark.parametrize(
+    ("loader", "dataset", "packing"),
+    [
+        ("train_dataloader", process_packed_dataset, "'best_fit'"),
+        ("val_dataloader", process_packed_dataset, "'best_fit'"),
+        ("train_dataloader", process_hf_dataset, "None"),
+    ],
+)
+def test_packs_are_not_taken_for_documents(write_config, tiny, args, loader, dataset, packing):
     path = write_config(
         "mamba_130m_full_alpaca_e3_bucket", pretrained_model_name_or_path=str(tiny / "model")
     )
     bucket = Config.fromfile(path)
     bucket[loader] = copy.deepcopy(bucket.train_dataloader)
-    bucket[loader].dataset.type = process_packed_dataset
+    bucket[loader].dataset.type = dataset
+    bucket[loader].dataset.pop("too_long")
     message = (
-        f"^packing must be 'wrap', .* with padded_collate_fn, got 'best_fit' in {loader}: .*; use"
+        f"^packing must be 'wrap', .* with padded_collate_fn, got {packing} in the "
+        f"{dataset.__name__} of {loader}: .*; use packed_collate_fn"
     )
     with pytest.raises(ConfigError, match=message):
         check_packed_training(bucket, args)
+    bucket[loader].dataset.type = process_packed_dataset
     bucket[loader].dataset.packing = "wrap"
     assert check_packed_training(bucket, args)
 

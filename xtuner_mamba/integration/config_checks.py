@@ -27,6 +27,8 @@ from xtuner_mamba.model.reward_saving import can_save_reward_model
 _HOOKS = ("PackedLayoutHook", "VarlenAttnArgsToMessageHubHook")
 _DATALOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _OF_LIKE_LENGTHS = ("BucketBatchSampler", "TokenBudgetBatchSampler")
+# of what packs: its packing where the config names none; XTuner's has no such argument
+_PACKINGS = {"process_packed_dataset": "best_fit", "process_hf_dataset": None}
 # by the name of what is built: the check of its arguments
 _CHECKS = {
     "process_packed_dataset": check_arguments,
@@ -376,13 +378,15 @@ def _check_collate_fn(cfg: Config) -> None:
     for part in _DATALOADERS:
         loader = cfg.get(part) or {}
         dataset, collate_fn = loader.get("dataset") or {}, loader.get("collate_fn") or {}
-        packing = dataset.get("packing", "best_fit")
-        names = type_name(dataset), type_name(collate_fn)
-        if names == ("process_packed_dataset", "padded_collate_fn") and packing != "wrap":
+        name = type_name(dataset)
+        packing = dataset.get("packing", _PACKINGS.get(name))
+        padded = type_name(collate_fn) == "padded_collate_fn"
+        if name in _PACKINGS and padded and packing != "wrap":
             raise ConfigError(
                 f"packing must be 'wrap', that of fixed chunks, with padded_collate_fn, got "
-                f"{packing!r} in {part}: it keeps rows apart, and not the documents of a row; use "
-                "packed_collate_fn for packs, process_document_dataset for a document a row"
+                f"{packing!r} in the {name} of {part}: it keeps rows apart, and not the documents "
+                "of a row; use packed_collate_fn for packs, process_document_dataset for rows of "
+                "one document"
             )
 
 
