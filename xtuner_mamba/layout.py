@@ -218,11 +218,16 @@ def offsets_on_host(cu_seqlens: Tensor) -> tuple[int, ...]:
     return cu_seqlens._offsets
 
 
+def derived_from(cu_seqlens: Tensor) -> dict:
+    """Return where ops keep what they make of offsets, until these are checked anew."""
+    return cu_seqlens.__dict__.setdefault("_derived", {})
+
+
 def _mark_checked(cu_seqlens: Tensor, offsets: Sequence[int]) -> Tensor:
     cu_seqlens._checked = (_version(cu_seqlens), offsets[-1])
     cu_seqlens._offsets = tuple(offsets)
-    # what ops have derived from offsets that may have been others
-    cu_seqlens.__dict__.pop("_schedules", None)
+    # of offsets that may have been others
+    derived_from(cu_seqlens).clear()
     return cu_seqlens
 
 

@@ -337,6 +337,20 @@ def test_documents_that_share_a_program_do_not_meet(monkeypatch):
     assert any(not torch.equal(together[name], apart[name]) for name in ("dA", "dD", "ddt_bias"))
 
 
+def test_offsets_that_change_in_place_are_read_anew(op):
+    """What is made of offsets is kept with them."""
+    cu_seqlens = PackedLayout.from_lengths([5, 9]).to(DEVICE).cu_seqlens
+    inputs = {n: t.to(DEVICE) for n, t in MAKERS[op]([5, 9], dim=24).items()}
+    inputs.pop("initial_states")
+    inputs |= OPTIONS[op] | {"cu_seqlens": cu_seqlens}
+    first = OPS[op](**inputs, impl="triton")
+    cu_seqlens[1] = 2
+    fresh = PackedLayout.from_lengths([2, 12]).to(DEVICE).cu_seqlens
+    expected = OPS[op](**inputs | {"cu_seqlens": fresh}, impl="triton")
+    assert torch.equal(OPS[op](**inputs, impl="triton"), expected)
+    assert not torch.equal(first, expected)
+
+
 def test_same_bits_twice(op):
     once, twice = small_results(op), run(op, make_small(op))
     for name in once:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from xtuner_mamba.layout import derived_from
 from xtuner_mamba.ops.causal_conv1d.triton_bwd import _conv_bwd
 from xtuner_mamba.ops.causal_conv1d.triton_fwd import _conv_fwd
 from xtuner_mamba.ops.halves import GradientHalf
@@ -35,11 +36,7 @@ class CausalConv1dFunction(torch.autograd.Function):
         weight = weight.contiguous()
         if initial_states is not None:
             initial_states = initial_states.contiguous()
-        docs = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=x.device)
-        # output_size spares the host the wait for the sum of the lengths
-        seq_idx = docs.repeat_interleave(cu_seqlens.diff(), output_size=len(x))
-
-        args = x, weight, bias, initial_states, cu_seqlens, seq_idx
+        args = x, weight, bias, initial_states, cu_seqlens, _documents_of(cu_seqlens, len(x))
         y, final_states = _conv_fwd(*args, activation, return_final_states=return_final_states)
         ctx.save_for_backward(*args)
         ctx.activation, ctx.dx_out = activation, dx_out
@@ -69,3 +66,13 @@ class CausalConv1dFunction(torch.autograd.Function):
         dweight = None if dweight is None else dweight.to(weight.dtype)
         dbias = None if bias is None or dbias is None else dbias.to(bias.dtype)
         return dx, dweight, dbias, dinitial_states, *4 * [None]
+
+
+def _documents_of(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Return the document of every token, int32, ``(total,)``; made once for a tensor."""
+    known = derived_from(cu_seqlens)
+    if "seq_idx" not in known:
+        docs = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
+        # output_size spares the host the wait for the sum of the lengths
+        known["seq_idx"] = docs.repeat_interleave(cu_seqlens.diff(), output_size=total)
+    return known["seq_idx"]

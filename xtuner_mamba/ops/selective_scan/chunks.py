@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xtuner_mamba.layout import offsets_on_host
+from xtuner_mamba.layout import derived_from, offsets_on_host
 from xtuner_mamba.ops.selective_scan.triton_tile import decay, next_state
 from xtuner_mamba.ops.triton_math import silu, step_size
 
@@ -64,10 +64,10 @@ def schedule_documents(cu_seqlens: Tensor, dim: int) -> Schedule:
         cu_seqlens: Boundaries that ``check_cu_seqlens`` has read, int32, ``(num_seqs + 1,)``.
         dim: Channels of a row.
     """
-    known = cu_seqlens.__dict__.setdefault("_schedules", {})
-    if dim not in known:
-        known[dim] = _schedule(cu_seqlens, dim)
-    order, chunks = known[dim]
+    known = derived_from(cu_seqlens)
+    if ("schedule", dim) not in known:
+        known["schedule", dim] = _schedule(cu_seqlens, dim)
+    order, chunks = known["schedule", dim]
     return Schedule(cu_seqlens if chunks is None else chunks.cu_seqlens, order, chunks)
 
 

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from xtuner_mamba.layout import offsets_on_host
+from xtuner_mamba.layout import derived_from, offsets_on_host
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ChunkGrid:
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, chunk_size: int) -> "ChunkGrid":
         """Cut the documents between these offsets, which were checked before."""
-        known = cu_seqlens.__dict__.setdefault("_schedules", {})
+        known = derived_from(cu_seqlens)
         key = "chunk_grid", chunk_size
         if key not in known:
             known[key] = cls._from_cu_seqlens(cu_seqlens, chunk_size)
