@@ -167,6 +167,7 @@ def test_by_default_only_a_gpu_gets_the_fused_ops(monkeypatch):
             module, name, lambda *a, op=op, name=name, **k: calls.append(name) or op(*a, **k)
         )
     monkeypatch.setattr(mamba, "checkpoint", lambda f, x, **k: calls.append("checkpoint") or f(x))
+    monkeypatch.setattr(mamba, "_MIN_RECOMPUTED", 64)
     model = make_model()
     dispatch_packed(model)
     step(model, make_batch(), fuse=None)

@@ -23,6 +23,8 @@ from xtuner_mamba.ops.halves import GradientHalf, split_halves
 
 Rows = CachedRows | ContinuedRows
 """Where states come from and go to, if not every sequence begins and ends here."""
+# channels that in_proj makes: a narrower mixer keeps little, and waits for the host as it is
+_MIN_RECOMPUTED = 4096
 
 
 def mamba_mixer_forward(
@@ -189,7 +191,7 @@ def _recomputes(
 ) -> bool:
     """Whether the backward runs ``mix`` again, instead of keeping what it made."""
     if recompute is None:
-        recompute = projected.is_cuda
+        recompute = projected.is_cuda and projected.shape[-1] >= _MIN_RECOMPUTED
     return (
         recompute
         and torch.is_grad_enabled()

@@ -178,8 +178,8 @@ def dispatch_packed(
         also_covered: Class names that somebody else keeps apart (XTuner's flash attention).
         fuse_norm: Norm and residual of a block in one kernel. ``None`` stands for "on a GPU".
         recompute: Mixers keep for the backward what their input projection made, and compute the
-            rest again. ``None`` stands for "on a GPU". Without effect where the model checkpoints
-            whole blocks, and under ZeRO-3.
+            rest again. ``None`` stands for "on a GPU, if they have 2,048 channels or more". Without
+            effect where the model checkpoints whole blocks, and under ZeRO-3.
 
     Returns:
         What was replaced; its ``undo()`` takes it back.
