@@ -38,7 +38,10 @@ def folder(tmp_path, monkeypatch):
     Path("demo/corpus").mkdir(parents=True)
     Path("demo/corpus/some.jsonl").write_text("not read")
     write_model(VOCAB)
-    return tmp_path
+    yield tmp_path
+    if GPU:
+        # a try in this process has limited what the tests after it may have
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def write_model(vocab_size):

@@ -285,6 +285,7 @@ def test_what_is_not_quantised_is_loaded_unrounded(checkpoint):
 
 
 @pytest.mark.skipif(not GPU, reason="bitsandbytes quantises on a GPU only")
+@pytest.mark.filterwarnings("ignore:inner dimension .* is not aligned for fast kernel")
 def test_4_bit_layers_are_called_and_their_adapters_learn(checkpoint):
     quantisation = dict(
         type=BitsAndBytesConfig,
