@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from xtuner_mamba.ops.triton_support import check_triton_takes
 
-_BLOCK = 1024
+_BLOCK = 4096
 
 
 def add_to_residual(residual: Tensor, update: Tensor) -> Tensor:
@@ -49,7 +49,9 @@ class AddToResidualFunction(torch.autograd.Function):
         residual, update = residual.contiguous(), update.contiguous()
         total = torch.empty_like(residual)
         size = residual.numel()
-        _add_kernel[(triton.cdiv(size, _BLOCK),)](residual, update, total, size, BLOCK=_BLOCK)
+        _add_kernel[(triton.cdiv(size, _BLOCK),)](
+            residual, update, total, size, BLOCK=_BLOCK, num_warps=8
+        )
         return total
 
     @staticmethod
