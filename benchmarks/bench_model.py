@@ -94,7 +94,9 @@ def make_step(
     tokens = torch.randint(1, 50280, (total,), generator=generator).cuda()
     if way == "packed":
         dispatch_packed(
-            model, fuse_norm="norm" not in without, recompute="recompute" not in without
+            model,
+            fuse_norm=False if "norm" in without else None,
+            recompute=False if "recompute" in without else None,
         )
         layout = PackedLayout.from_lengths(lengths).to("cuda")
         inputs, fuse = {"input_ids": tokens[None]}, "loss" not in without
@@ -146,6 +148,7 @@ def measure(
         seconds.append(start.elapsed_time(end) / 1e3)
     median = statistics.median(seconds[2:])
     if with_profile:
+        model.zero_grad()
         print(profile_step(step))
     if way == "packed" and without:
         way = f"packed without {' '.join(without)}"
@@ -174,6 +177,17 @@ def profile_step(step: Callable[[], None]) -> str:
         time = event.self_device_time_total / 1e3
         lines.append(f"{time:9.1f} ms {event.count:6d} x  {event.key[:110]}")
     return "\n".join(lines)
+
+
+def append(row: dict) -> None:
+    """Keep a row, at once: a way that follows may take too long."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    is_new = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -206,22 +220,13 @@ def main(argv: list[str] | None = None) -> int:
         "transformers": transformers.__version__,
         "model": args.model,
     }
-    rows = []
+    table = Table("way", "s/step", "tokens/s", "peak GiB")
     for way in args.ways:
-        rows.append(
-            about | measure(way, args.model, args.tokens, args.repeats, args.without, args.profile)
+        row = about | measure(
+            way, args.model, args.tokens, args.repeats, args.without, args.profile
         )
         torch.cuda.empty_cache()
-    RESULTS.parent.mkdir(exist_ok=True)
-    is_new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
-
-    table = Table("way", "s/step", "tokens/s", "peak GiB")
-    for row in rows:
+        append(row)
         speed = f"{row['tokens_per_second']:,}"
         table.add_row(row["way"], f"{row['seconds']:.3f}", speed, f"{row['peak_gib']:.1f}")
     Console().print(f"{args.model}, {about['gpu']}", table)
