@@ -59,30 +59,64 @@ def test_the_table_of_breaches_counts_cases():
     assert "| Run the scan across boundaries. | **none** |" in table
 
 
-ALONE = """
-tests/ops/test_a.py::test_x[a b] PASSED   [ 33%]
-tests/ops/test_a.py::test_x[2] PASSED   [ 66%]
-tests/ops/test_a.py::test_y SKIPPED (why) [100%]
-"""
-SEVERAL = """
-tests/ops/test_a.py::test_x[a b]
-[gw3] [ 33%] PASSED tests/ops/test_a.py::test_x[a b]
-[gw0] [ 66%] PASSED tests/ops/test_a.py::test_x[2]
-[gw3] [100%] SKIPPED tests/ops/test_a.py::test_y
+TESTS_OF_EVERY_END = """
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("text", ["a b", "c"])
+def test_x(text):
+    assert text
+
+
+def test_fails():
+    assert torch.tensor([1, 2]).tolist() == [1, 3], "sums differ by 1"
+
+
+@pytest.mark.skip(reason="why")
+def test_y():
+    pass
+
+
+@pytest.fixture
+def broken():
+    raise ValueError("no such thing, got 3")
+
+
+def test_z(broken):
+    pass
 """
 
 
-@pytest.mark.parametrize("lines", [ALONE, SEVERAL], ids=["one process", "several"])
-def test_the_page_of_gpu_tests_tells_what_ran_where(monkeypatch, lines):
+@pytest.mark.parametrize("processes", [0, 2])
+def test_the_page_of_gpu_tests_tells_how_each_ended(monkeypatch, tmp_path, capsys, processes):
+    tool = load("record_gpu_tests")
+    (tmp_path / "test_a.py").write_text(TESTS_OF_EVERY_END)
+    (tmp_path / "test_b.py").write_text("import nothing_of_this_name")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    output = lines + "==== 2 passed, 1 skipped in 3.00s ====\n"
-    page = load("record_gpu_tests").render("abc123", ["python", "-m", "pytest"], output)
-    assert "- commit: abc123" in page
-    assert "- GPU: Some GPU" in page
-    assert f"torch {version('torch')}" in page
-    assert "- result: 2 passed, 1 skipped in 3.00s" in page
-    assert "| `tests/ops/test_a.py` | passed | 2 |" in page
-    assert "| `tests/ops/test_a.py` | skipped | 1 |" in page
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr(tool, "_MAX_PROCESSES", processes)
+    monkeypatch.setattr(tool.importlib.util, "find_spec", lambda name: processes or None)
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.md"
+    files = ["test_a.py", "test_b.py"]
+    arguments = ["--commit", "abc123", "--out", str(page), "--continue-on-collection-errors"]
+    monkeypatch.setenv("PYTEST_ADDOPTS", f"-p no:cacheprovider {arguments.pop()}")
+    assert tool.main([*arguments, *files]) == 1
+    capsys.readouterr()
+    lines = page.read_text().splitlines()
+    assert "- commit: abc123" in lines
+    assert any(line.startswith("- GPU: Some GPU") for line in lines)
+    assert f"torch {version('torch')}" in page.read_text()
+    (result,) = (line for line in lines if line.startswith("- result: "))
+    assert result.startswith("- result: 2 error, 1 failed, 2 passed, 1 skipped in ")
+    assert result.endswith("; to its end")
+    assert "| `test_a.py` | passed | 2 |" in lines
+    assert "| `test_a.py` | skipped | 1 |" in lines
+    assert "- `test_a.py::test_fails`: AssertionError: sums differ by 1" in lines
+    assert "- `test_a.py::test_z`: ValueError: no such thing, got 3" in lines
+    assert any("test_b.py" in line and "nothing_of_this_name" in line for line in lines)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to test on")

@@ -1,20 +1,22 @@
 """Run the tests on a GPU and keep the result, with the GPU, the versions and the commit.
 
-Shows what pytest says as it says it, and writes a Markdown page, also of a run that is stopped;
-exits as pytest does.
+Shows what pytest says, and writes a Markdown page, also of a run that is stopped; exits as pytest
+does. Runs in several processes where pytest-xdist is installed.
 """
 
 import argparse
+import importlib.util
+import os
 import platform
-import re
 import signal
 import subprocess
-import sys
+import time
 from collections import Counter
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,25 +37,51 @@ TESTS = [
     "tests/test_probe_batch.py",
 ]
 PACKAGES = ["torch", "triton", "transformers", "mmengine", "xtuner"]
+# each compiles kernels and holds half a gigabyte of the GPU
+_MAX_PROCESSES = 15
 
 
-def render(commit: str, command: list[str], output: str) -> str:
+class Recorder:
+    """A pytest plugin that notes how each test ended."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a test, by its worst phase."""
+        if report.failed:
+            self._note(report, "failed" if report.when == "call" else "error")
+        elif report.skipped or report.when == "call":
+            self.outcomes.setdefault(report.nodeid, report.outcome)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note a file that could not be read."""
+        if report.failed:
+            self._note(report, "error")
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport, outcome: str) -> None:
+        self.outcomes[report.nodeid] = outcome
+        crash = getattr(report.longrepr, "reprcrash", None)
+        text = str(report.longrepr) if crash is None else crash.message
+        lines = [line for line in text.splitlines() if line.strip()] or ["no reason given"]
+        self.reasons[report.nodeid] = lines[-1 if crash is None else 0].strip()
+
+
+def render(commit: str, command: list[str], recorder: Recorder, seconds: float, end: str) -> str:
     """Write the page.
 
     Args:
         commit: Of the code that was tested.
         command: Of pytest, without the interpreter.
-        output: Of pytest with ``-v``, in one process or, by pytest-xdist, in several.
+        recorder: What has run.
+        seconds: That it took.
+        end: How pytest ended, in words.
     """
-    outcome = "(PASSED|FAILED|ERROR|SKIPPED)"
-    alone = re.findall(rf"^(tests/\S+?\.py)::.* {outcome} .*\[ *\d+%\]", output, re.MULTILINE)
-    several = re.findall(
-        rf"^\[gw\d+\] \[ *\d+%\] {outcome} (tests/\S+?\.py)::", output, re.MULTILINE
-    )
-    counts = Counter((path, outcome.lower()) for path, outcome in alone)
-    counts.update((path, outcome.lower()) for outcome, path in several)
-    result = re.findall(r"^=+ (.* in [\d.]+s.*?) =+$", output, re.MULTILINE)
+    counts = Counter(recorder.outcomes.values())
+    by_file = Counter((test.split("::")[0], end) for test, end in recorder.outcomes.items())
     versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    total = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))
     page = [
         "# Tests on a GPU",
         "",
@@ -62,12 +90,15 @@ def render(commit: str, command: list[str], output: str) -> str:
         f"- GPU: {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}",
         f"- versions: Python {platform.python_version()}, {versions}",
         f"- command: `{' '.join(command)}`",
-        f"- result: {result[-1] if result else 'stopped before its end'}",
+        f"- result: {total or 'nothing ran'} in {seconds:.0f} s; {end}",
         "",
         "| tests | outcome | count |",
         "| --- | --- | --- |",
-        *(f"| `{path}` | {outcome} | {n} |" for (path, outcome), n in sorted(counts.items())),
+        *(f"| `{path}` | {outcome} | {n} |" for (path, outcome), n in sorted(by_file.items())),
     ]
+    if recorder.reasons:
+        page += ["", "What failed:", ""]
+        page += [f"- `{test}`: {reason}" for test, reason in sorted(recorder.reasons.items())]
     return "\n".join(page) + "\n"
 
 
@@ -84,24 +115,26 @@ def main(argv: list[str] | None = None) -> int:
     commit = args.commit or subprocess.check_output(
         ["git", "rev-parse", "--short", "HEAD"], text=True, cwd=ROOT
     )
-    command = ["-m", "pytest", "-v", "--no-showlocals", "--show-capture=no", *args.tests]
-    run = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    # a time limit that stops this process stops pytest, which still says what it had done
-    signal.signal(signal.SIGTERM, lambda *_: run.send_signal(signal.SIGINT))
-    output = ""
-    for line in run.stdout:
-        print(line, end="", flush=True)
-        output += line
+    command = ["--no-showlocals", "--tb=short", *args.tests]
+    if importlib.util.find_spec("xdist"):
+        processes = max(1, min(_MAX_PROCESSES, len(os.sched_getaffinity(0)) - 1))
+        command = ["-n", str(processes), "--dist", "loadgroup", *command]
+    # many processes, a thread each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # a time limit that ends this process lets pytest say what it has done
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.chdir(ROOT)
+    recorder, start = Recorder(), time.monotonic()
+    code = pytest.main(command, plugins=[recorder])
+    end = "stopped before its end" if code == pytest.ExitCode.INTERRUPTED else "to its end"
+    page = render(
+        commit.strip(), ["python", "-m", "pytest", *command], recorder,
+        time.monotonic() - start, end,
+    )  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(render(commit.strip(), ["python", *command], output))
+    args.out.write_text(page)
     print(f"written to {args.out}")
-    return run.wait()
+    return int(code)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.model import dispatch_packed
 from xtuner_mamba.testing import relative_rms
 
+# a process tries many variants of each kernel; one of several is enough
+pytestmark = pytest.mark.xdist_group("mamba_ssm")
 LENGTHS = [5, 17, 1, 2, 9]
 LAYOUT = PackedLayout.from_lengths(LENGTHS)
 HIDDEN = 16

@@ -23,6 +23,8 @@ from xtuner_mamba.testing import (
 
 GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU, reason="mamba_ssm's kernels need a GPU")
+# a process tries many variants of each kernel; one of several is enough
+pytestmark = pytest.mark.xdist_group("mamba_ssm")
 # one token, chunk edges, ragged
 LENGTHS = [[1], [3, 4, 1], [8, 9, 7, 16], [1, 1, 1, 1, 1], [7, 1, 1, 40, 2, 3, 17]]
 OPTIONAL = {"D", "z", "dt_bias", "initial_states"}
