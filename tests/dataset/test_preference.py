@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from datasets.formatting.np_formatter import NumpyFormatter
 from mmengine.config import ConfigDict
 from xtuner.dataset.preference_dataset import (
     PackedDatasetWrapper,
@@ -164,6 +165,14 @@ def test_prompt_template_of_fine_tuning_stands_in_for_a_chat_template(process, t
 def test_order_is_drawn_from_the_seed(process):
     assert process()[0] == process()[0]
     assert process()[0] != process(seed=1)[0]
+
+
+def test_runs_without_the_format_that_imports_torchvision(process, monkeypatch):
+    """That of datasets 3 asks it for a class that newer releases lack."""
+    monkeypatch.setattr(NumpyFormatter, "__init__", lambda *_, **__: pytest.fail("is made"))
+    with pytest.raises(pytest.fail.Exception):
+        make_rows().with_format("numpy")["prompt"]
+    assert len(process()) > 0
 
 
 def test_rows_are_mapped_first(process):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 from mmengine.logging import print_log
 from torch.utils.data import Dataset
 from xtuner.registry import BUILDER
@@ -187,9 +188,10 @@ def pack_pairs(
     Raises:
         ValueError: A pair is too long, or all are.
     """
-    columns = pairs.with_format("numpy")
+    # the numpy format of datasets 3 imports what newer releases of torchvision lack
+    columns = pairs.with_format("arrow")[:]
     prompt, *answers = (
-        np.array([len(ids) for ids in columns[f"{part}_ids"]], dtype=np.int64) for part in PARTS
+        pc.list_value_length(columns[f"{part}_ids"]).to_numpy().astype(np.int64) for part in PARTS
     )
     documents = np.stack([prompt + answer + (reward_token_id is not None) for answer in answers])
     lengths = documents.sum(axis=0)
