@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,14 +20,18 @@ from xtuner_mamba.dataset.preference import check_preference_arguments
 from xtuner_mamba.dataset.process import check_arguments
 from xtuner_mamba.dataset.sources import check_source
 from xtuner_mamba.dataset.token_budget import check_budget_arguments
+from xtuner_mamba.integration.config_parts import (
+    DATALOADERS,
+    REWARD_MODELS,
+    ConfigError,
+    check_parts,
+    type_name,
+    walk,
+)
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE, dispatch_packed, token_mixers
 from xtuner_mamba.model.reward_saving import can_save_reward_model
 
 _HOOKS = ("PackedLayoutHook", "VarlenAttnArgsToMessageHubHook")
-_DATALOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
-_OF_LIKE_LENGTHS = ("BucketBatchSampler", "TokenBudgetBatchSampler")
-# of what packs: its packing where the config names none; XTuner's has no such argument
-_PACKINGS = {"process_packed_dataset": "best_fit", "process_hf_dataset": None}
 # by the name of what is built: the check of its arguments
 _CHECKS = {
     "process_packed_dataset": check_arguments,
@@ -40,21 +43,6 @@ _CHECKS = {
     "CarriedChunkBatchSampler": check_carried_arguments,
     "LengthCurriculumHook": lambda arguments: LengthCurriculum(arguments.get("schedule", ())),
 }
-_REWARD_MODELS = ("RewardModel", "PackedRewardModel")
-_OF_PAIRS = {
-    *("DPO", "ORPO", "PackedDPO", "PackedORPO", *_REWARD_MODELS),
-    *("build_preference_dataset", "process_preference_dataset"),
-    *("preference_collate_fn", "preference_packed_collate_fn"),
-}
-_OF_DOCUMENTS = {
-    *("SupervisedFinetune", "PackedSupervisedFinetune"),
-    *("process_hf_dataset", "process_packed_dataset", "process_document_dataset"),
-    *("default_collate_fn", "packed_collate_fn", "padded_collate_fn"),
-}
-
-
-class ConfigError(ValueError):
-    """A config that cannot train, in words for the person who wrote it."""
 
 
 def check_packed_training(cfg: Config, args: argparse.Namespace) -> bool:
@@ -83,33 +71,13 @@ def check_packed_training(cfg: Config, args: argparse.Namespace) -> bool:
         _check_rows_are_whole(cfg)
         _check_loop(cfg)
     _check_arguments(cfg, covered)
-    _check_batch_sampler(cfg)
-    _check_collate_fn(cfg)
-    _check_pairs(cfg)
+    check_parts(cfg)
     return covered
-
-
-def type_name(node: dict) -> str:
-    """Return the bare name of what a config dict builds, whatever form its type has."""
-    built = node.get("type")
-    return getattr(built, "__name__", str(built)).rpartition(".")[2]
-
-
-def walk(node: object, path: str = "") -> Iterator[tuple[str, dict]]:
-    """Iterate over a part of a config and every dict below it, with their paths."""
-    if isinstance(node, dict):
-        yield path, node
-        # dict's own items: the config's build what they return
-        for key, value in dict.items(node):
-            yield from walk(value, f"{path}.{key}" if path else key)
-    elif isinstance(node, list | tuple):
-        for index, value in enumerate(node):
-            yield from walk(value, f"{path}[{index}]")
 
 
 def _uses_varlen(cfg: Config) -> bool:
     settings = {"use_varlen_attn": bool(cfg.get("use_varlen_attn", False))}
-    for part in ("model", *_DATALOADERS):
+    for part in ("model", *DATALOADERS):
         for path, node in walk(cfg.get(part), part):
             if "use_varlen_attn" in node:
                 settings[f"{path}.use_varlen_attn"] = bool(node["use_varlen_attn"])
@@ -200,7 +168,7 @@ def is_covered(model_cfg: dict) -> bool:
             dispatch_packed(model)
         except RuntimeError as error:
             raise ConfigError(str(error)) from None
-        if type_name(model_cfg) in _REWARD_MODELS:
+        if type_name(model_cfg) in REWARD_MODELS:
             _check_reward_model(model_cfg, model)
         return True
     from xtuner.model.modules.dispatch import SUPPORT_FLASH2, VARLEN_ATTN_DISPATCH_MAPPING
@@ -302,7 +270,7 @@ def _check_arguments(cfg: Config, covered: bool) -> None:
         # becomes ours before it is built
         checks["process_hf_dataset"] = check_arguments
         checks["build_preference_dataset"] = check_preference_arguments
-    for part in (*_DATALOADERS, "custom_hooks"):
+    for part in (*DATALOADERS, "custom_hooks"):
         for path, node in walk(cfg.get(part), part):
             check = checks.get(type_name(node))
             if check is None:
@@ -339,71 +307,3 @@ def _constructor_names(cls: type) -> list[str]:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return names
-
-
-def _check_batch_sampler(cfg: Config) -> None:
-    loader = cfg.train_dataloader
-    sampler, dataset = loader.get("batch_sampler") or {}, loader.get("dataset") or {}
-    name, hooks = type_name(sampler), [type_name(hook) for hook in cfg.get("custom_hooks") or ()]
-    if name == "BucketBatchSampler" and "boundaries" in sampler:
-        longest, last = dataset.get("max_length"), sampler["boundaries"][-1]
-        if isinstance(longest, int) and longest > last:
-            raise ConfigError(
-                f"the last of boundaries must hold the dataset's max_length, got {last} and "
-                f"{longest}; set max_length = boundaries[-1], or add a boundary"
-            )
-    rows, collate_fn = type_name(dataset), type_name(loader.get("collate_fn") or {})
-    carries = {
-        rows == "process_chunk_dataset",
-        name == "CarriedChunkBatchSampler",
-        collate_fn == "carried_collate_fn",
-        "CarriedStateHook" in hooks,
-    }
-    if len(carries) > 1:
-        raise ConfigError(
-            "process_chunk_dataset, CarriedChunkBatchSampler, carried_collate_fn and "
-            f"CarriedStateHook must come together, got dataset {rows}, batch_sampler {name}, "
-            f"collate_fn {collate_fn} and custom_hooks {hooks}; see "
-            "mamba_130m_pretrain_jsonl_fixed_chunk_carried"
-        )
-    if "LengthCurriculumHook" in hooks and name not in _OF_LIKE_LENGTHS:
-        raise ConfigError(
-            f"batch_sampler must be one of {_OF_LIKE_LENGTHS} with LengthCurriculumHook, got "
-            f"{name}; use a mamba_*_bucket template, or leave the hook out"
-        )
-
-
-def _check_collate_fn(cfg: Config) -> None:
-    """Check that documents of a pack are not laid out as one."""
-    for part in _DATALOADERS:
-        loader = cfg.get(part) or {}
-        dataset, collate_fn = loader.get("dataset") or {}, loader.get("collate_fn") or {}
-        name = type_name(dataset)
-        packing = dataset.get("packing", _PACKINGS.get(name))
-        padded = type_name(collate_fn) == "padded_collate_fn"
-        if name in _PACKINGS and padded and packing != "wrap":
-            raise ConfigError(
-                f"packing must be 'wrap', that of fixed chunks, with padded_collate_fn, got "
-                f"{packing!r} in the {name} of {part}: it keeps rows apart, and not the documents "
-                "of a row; use packed_collate_fn for packs, process_document_dataset for rows of "
-                "one document"
-            )
-
-
-def _check_pairs(cfg: Config) -> None:
-    """Check that a loss over pairs gets pairs, and a loss over tokens does not."""
-    loader = cfg.train_dataloader
-    dataset, collate_fn = loader.get("dataset") or {}, loader.get("collate_fn") or {}
-    names = [type_name(node) for node in (cfg.model, dataset, collate_fn)]
-    if _OF_PAIRS.intersection(names) and _OF_DOCUMENTS.intersection(names):
-        raise ConfigError(
-            "model, dataset and collate_fn must all be of pairs or all of documents, got "
-            f"{', '.join(names)}; DPO, ORPO and reward models take process_preference_dataset "
-            "and preference_packed_collate_fn"
-        )
-    is_reward = bool(dataset.get("is_reward", False))
-    if names[0] in _OF_PAIRS and is_reward != (names[0] in _REWARD_MODELS):
-        raise ConfigError(
-            f"is_reward must be True for reward models and for no other, got {is_reward} with "
-            f"{names[0]}; set it, and is_dpo to the opposite, in the dataset"
-        )
