@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "model"))
 
 from attention_families import FAMILIES as ATTENTION_FAMILIES  # noqa: E402
-from family_proof import Proof, RoundedProof, prove, prove_rounded  # noqa: E402
+from family_proof import ROUNDING, Proof, RoundedProof, prove, prove_rounded  # noqa: E402
 from mixer_families import FAMILIES as MIXER_FAMILIES  # noqa: E402
 
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE  # noqa: E402
@@ -53,8 +53,6 @@ ROUNDED_COLUMNS = (
     "isolated",
 )
 EXACT = 1e-12
-# of products of float32 by another count of rows, on any number of threads
-ROUNDING = 2e-6
 # as kernels on a GPU: docs/kernels.md says why not 2
 MOST_EXCESS = 3
 # share of what a leak changes that an error may be, or it would tell nothing

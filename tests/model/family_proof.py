@@ -24,6 +24,8 @@ from xtuner_mamba.model import dispatch_packed
 from xtuner_mamba.model.loss import packed_token_loss
 from xtuner_mamba.testing import relative_rms
 
+# of products of float32 by another count of rows, on any number of threads
+ROUNDING = 2e-6
 # longer than a window of 4, one token, shorter than a filter of 4, longer than a chunk of 8
 LENGTHS = (5, 17, 1, 2, 9)
 # a token more than chunks of 64 and of 128, one token, shorter than a filter, ragged; 16 on average

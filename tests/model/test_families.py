@@ -10,6 +10,7 @@ import pytest
 import torch
 from attention_families import FAMILIES as ATTENTION_FAMILIES
 from family_proof import (
+    ROUNDING,
     LENGTHS,
     InFloat64,
     dispatched,
@@ -49,7 +50,7 @@ def test_packed_equals_alone_and_documents_are_isolated(name):
     assert proof.leak > 1e-3, "these documents would not show a leak"
     assert set(proof.layers) == set(token_mixers(FAMILIES[name]()))
     # which experts get how many rows depends on all documents, and rounds a product's last bits
-    assert proof.changed <= (1e-6 if proof.has_experts else 0)
+    assert proof.changed <= (ROUNDING if proof.has_experts else 0)
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "peft"])
