@@ -10,8 +10,8 @@ import pytest
 import torch
 from attention_families import FAMILIES as ATTENTION_FAMILIES
 from family_proof import (
-    ROUNDING,
     LENGTHS,
+    ROUNDING,
     InFloat64,
     dispatched,
     draw_tokens,
