@@ -36,6 +36,14 @@ def model():
     return MambaForCausalLM(config)
 
 
+@pytest.mark.parametrize("switch", ["fuse_norm", "recompute"])
+@pytest.mark.parametrize("value", ["yes", 0])
+def test_a_switch_that_is_no_bool_is_refused_and_nothing_is_dispatched(model, switch, value):
+    with pytest.raises(ValueError, match=f"^{switch} must be None, True or False, got {value!r}; "):
+        dispatch_packed(model, **{switch: value})
+    assert not is_dispatched(model.backbone.layers[0].mixer)
+
+
 def test_counts_what_it_replaced_and_undoes_it(model):
     other = copy.deepcopy(model)
     dispatched = dispatch_packed(model)

@@ -347,6 +347,8 @@ def test_reward_is_read_in_float32_under_autocast():
     assert packed_loss(model, make_pairs(reward=True)).dtype == torch.float32
     with pytest.raises(ValueError, match="got 'int8'"):
         PackedRewardModel(None, autocast_dtype="int8")
+    with pytest.raises(ValueError, match=r"^recompute must be None, True or False, got 'no'; "):
+        PackedRewardModel(None, recompute="no")
 
 
 @pytest.fixture(scope="module")

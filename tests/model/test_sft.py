@@ -103,6 +103,12 @@ def test_without_varlen_it_is_xtuners_own_model(checkpoint):
     assert "forward" not in ours.llm.backbone.layers[0].mixer.__dict__
 
 
+@pytest.mark.parametrize("switch", ["fuse_norm", "fuse_loss", "recompute"])
+def test_a_switch_that_is_no_bool_is_refused_before_anything_is_built(switch):
+    with pytest.raises(ValueError, match=f"^{switch} must be None, True or False, got 'yes'; "):
+        PackedSupervisedFinetune(None, **{switch: "yes"})
+
+
 @pytest.fixture
 def ops(monkeypatch):
     """Count the fused ops, and the mixers that recompute."""

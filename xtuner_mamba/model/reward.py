@@ -20,7 +20,7 @@ from xtuner_mamba.model.reward_saving import (
 )
 from xtuner_mamba.model.sft import (
     autocast_to,
-    check_autocast_dtype,
+    check_options,
     round_and_dispatch,
     take_dtype,
 )
@@ -52,7 +52,7 @@ class PackedRewardModel(RewardModel):
         recompute: bool | None = None,
         **kwargs,
     ) -> None:
-        check_autocast_dtype(autocast_dtype)
+        check_options(autocast_dtype, fuse_norm=fuse_norm, recompute=recompute)
         # XTuner's constructor builds the model
         self._is_packed = use_varlen_attn
         self._dtype = take_dtype(llm) if use_varlen_attn and isinstance(llm, dict) else None

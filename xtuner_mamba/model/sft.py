@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from xtuner.model import SupervisedFinetune
 
 from xtuner_mamba.layout import current_layout, current_mean_targets
-from xtuner_mamba.model.dispatch import dispatch_packed
+from xtuner_mamba.model.dispatch import check_switches, dispatch_packed
 from xtuner_mamba.model.lora import default_targets, dtypes_kept
 from xtuner_mamba.model.loss import packed_loss
 
@@ -46,7 +46,7 @@ class PackedSupervisedFinetune(SupervisedFinetune):
         recompute: bool | None = None,
         **kwargs,
     ) -> None:
-        check_autocast_dtype(autocast_dtype)
+        check_options(autocast_dtype, fuse_norm=fuse_norm, fuse_loss=fuse_loss, recompute=recompute)
         # XTuner's constructor builds and dispatches
         self.dispatch_options = {"fuse_norm": fuse_norm, "recompute": recompute}
         super().__init__(llm, use_varlen_attn=use_varlen_attn, **kwargs)
@@ -92,14 +92,22 @@ class PackedSupervisedFinetune(SupervisedFinetune):
         return {"loss": loss}
 
 
-def check_autocast_dtype(dtype: str | None) -> None:
-    """Check an argument of a model.
+def check_options(autocast_dtype: str | None = None, **switches: bool | None) -> None:
+    """Check what our models take beside XTuner's arguments, before anything is built.
+
+    Args:
+        autocast_dtype: Of a model.
+        **switches: ``fuse_norm``, ``fuse_loss`` and ``recompute``.
 
     Raises:
-        ValueError: There is no autocast to it.
+        ValueError: There is no autocast to this dtype, or a switch is no bool.
     """
-    if dtype not in (None, "bfloat16", "float16"):
-        raise ValueError(f"autocast_dtype must be None, 'bfloat16' or 'float16', got {dtype!r}")
+    if autocast_dtype not in (None, "bfloat16", "float16"):
+        raise ValueError(
+            f"autocast_dtype must be None, 'bfloat16' or 'float16', got {autocast_dtype!r}; leave "
+            "it out to compute as the optimizer wrapper says"
+        )
+    check_switches(**switches)
 
 
 def autocast_to(dtype: str | None, data: dict) -> AbstractContextManager:

@@ -1,9 +1,17 @@
 from xtuner_mamba.model.dispatch.table import (
     DISPATCH_TABLE,
     Dispatched,
+    check_switches,
     dispatch_packed,
     is_dispatched,
     token_mixers,
 )
 
-__all__ = ["DISPATCH_TABLE", "Dispatched", "dispatch_packed", "is_dispatched", "token_mixers"]
+__all__ = [
+    "DISPATCH_TABLE",
+    "Dispatched",
+    "check_switches",
+    "dispatch_packed",
+    "is_dispatched",
+    "token_mixers",
+]

@@ -185,10 +185,12 @@ def dispatch_packed(
         What was replaced; its ``undo()`` takes it back.
 
     Raises:
+        ValueError: An option is none of its values.
         RuntimeError: The model has no token mixer that is known here, or one that nothing keeps
             apart, which would leak between documents; or attention that is unlike its name; or
             weights that accelerate has offloaded.
     """
+    check_switches(fuse_norm=fuse_norm, recompute=recompute)
     found = token_mixers(model)
     covered = set(DISPATCH_TABLE) | set(also_covered)
     leaking = sorted((set(found) | unnamed_mixers(model, covered | set(found))) - covered)
@@ -230,6 +232,20 @@ def dispatch_packed(
         if class_name(module) in DISPATCH_TABLE and not is_ours:
             counts[class_name(module)] += 1
     return Dispatched(dict(counts), replaced)
+
+
+def check_switches(**switches: bool | None) -> None:
+    """Check options by name, before anything is built.
+
+    Raises:
+        ValueError: One is something else than a bool or ``None``, whose truth would be taken.
+    """
+    for name, value in switches.items():
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(
+                f"{name} must be None, True or False, got {value!r}; leave it out to have it "
+                "decided by the device"
+            )
 
 
 def _slot(module: nn.Module) -> str:
