@@ -145,6 +145,7 @@ def test_lengths_are_those_of_the_rule():
         (dict(lengths=[64, 64]), r"that rise from 2 or more, got \[64, 64\]; leave"),
         (dict(lengths=[2.5]), r"lengths must be integers .*, got \[2.5\]; leave"),
         (dict(lengths=[]), r"lengths must be integers .*, got \[\]; leave"),
+        (dict(lengths=64), "lengths must be integers .*, got 64; leave"),
         (dict(num_documents=0), "num_documents must be an integer of at least 1, got 0"),
         (dict(max_length=0), "max_length must be an integer of at least 1, got 0"),
         (dict(every_n_iters=-1), "every_n_iters must be an integer of at least 1, got -1"),

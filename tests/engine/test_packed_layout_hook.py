@@ -215,6 +215,13 @@ def test_an_epoch_based_loop_is_refused():
         PackedLayoutHook().before_train(FakeRunner())
 
 
+def test_a_second_hook_is_told_before_it_finds_no_boundaries(tmp_path, make_runner, make_pack):
+    runner = make_runner(tmp_path, [make_pack([3])], [dict(type=PackedLayoutHook)])
+    message = "custom_hooks must hold PackedLayoutHook once, got it 2 times; leave the others out"
+    with pytest.raises(RuntimeError, match=message):
+        runner.train()
+
+
 def test_ranks_share_the_token_mean(tmp_path):
     """Two ranks whose packs have different target counts take one common step."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]

@@ -16,13 +16,18 @@ from transformers import (
     T5Config,
 )
 from xtuner.dataset import process_hf_dataset
+from xtuner.engine.hooks import ThroughputHook as XTunersThroughputHook
+from xtuner.engine.hooks import VarlenAttnArgsToMessageHubHook
 
 from xtuner_mamba.dataset import process_document_dataset, process_packed_dataset
+from xtuner_mamba.engine import TokenAccumulationOptimWrapper, TokenStepLoop
 from xtuner_mamba.engine.hooks import (
     CarriedStateHook,
     ExposureHook,
     LengthCurriculumHook,
     LengthExtrapolationHook,
+    PackedLayoutHook,
+    ThroughputHook,
 )
 from xtuner_mamba.integration import config_rewrites, deepspeed
 from xtuner_mamba.integration.config_checks import ConfigError, check_packed_training, type_name
@@ -196,6 +201,76 @@ def test_misspelt_arguments_of_model_and_hooks_are_refused_with_the_right_ones(t
         check_packed_training(template, args)
 
 
+@pytest.mark.parametrize("switch", ["fuse_norm", "fuse_loss", "recompute"])
+@pytest.mark.parametrize("value", ["yes", 1])
+def test_switches_of_the_model_are_no_other_values(template, args, switch, value):
+    template.model[switch] = value
+    message = f"^model: {switch} must be None, True or False, got {value!r}; leave it out"
+    with pytest.raises(ConfigError, match=message):
+        check_packed_training(template, args)
+    template.model[switch] = False
+    assert check_packed_training(template, args)
+
+
+@pytest.mark.parametrize("kind", ["PackedDPO", "PackedRewardModel"])
+def test_options_of_every_model_are_checked(write_config, tiny, args, kind):
+    name = {"PackedDPO": "dpo", "PackedRewardModel": "reward"}[kind]
+    path = write_config(
+        f"mamba_1_4b_{name}_full_varlen", pretrained_model_name_or_path=str(tiny / "model")
+    )
+    pairs = Config.fromfile(path)
+    # as in a config that a run has dumped
+    pairs.model.type = f"xtuner_mamba.model.{kind}"
+    pairs.model.autocast_dtype = "int8"
+    with pytest.raises(ConfigError, match=r"^model: autocast_dtype must be .*, got 'int8'; leave"):
+        check_packed_training(pairs, args)
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (dict(type=ExposureHook, interval=0), "interval must be .* at least 1, got 0$"),
+        (dict(type=ExposureHook, boundaries=[8, 4]), r"boundaries must .*, got \[8, 4\]; "),
+        (dict(type=ExposureHook, boundaries=8), "boundaries must .*, got 8; "),
+        (dict(type=ThroughputHook, tokens_per_batch="8k"), "tokens_per_batch must .*, got '8k'$"),
+        # as in a config that a run has dumped
+        (
+            dict(type="xtuner_mamba.engine.hooks.ThroughputHook", tokens_per_batch=0),
+            "tokens_per_batch must .*, got 0$",
+        ),
+        (
+            dict(type=LengthExtrapolationHook, dataset=None, max_length=0),
+            "max_length must be .* at least 1, got 0$",
+        ),
+        (
+            dict(type=LengthExtrapolationHook, dataset=None),
+            r"LengthExtrapolationHook must .* max_length, got \['dataset'\]; add max_length",
+        ),
+    ],
+    ids=str,
+)
+def test_hooks_are_checked_before_anything_is_built(template, args, hook, message):
+    template.custom_hooks.append(hook)
+    with pytest.raises(ConfigError, match=rf"^custom_hooks\[3\]: {message}"):
+        check_packed_training(template, args)
+
+
+def test_hooks_of_xtuner_are_its_business(template, args):
+    # of the same name as one of ours
+    template.custom_hooks.append(dict(type=XTunersThroughputHook, hidden_size="?"))
+    assert check_packed_training(template, args)
+
+
+@pytest.mark.parametrize("second", [PackedLayoutHook, VarlenAttnArgsToMessageHubHook])
+def test_boundaries_are_published_once(template, args, second):
+    template.custom_hooks.append(dict(type=second))
+    message = (
+        rf"must hold PackedLayoutHook once, got \['PackedLayoutHook', '{second.__name__}'\]; leave"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_packed_training(template, args)
+
+
 def test_held_out_documents_are_checked_like_those_of_training(template, args):
     held_out = dict(template.train_dataloader.dataset, type=process_document_dataset, max_length=1)
     hook = dict(type=LengthExtrapolationHook, dataset=held_out, max_length=8192)
@@ -303,8 +378,76 @@ def test_pairs_and_what_compares_them_come_together(write_config, tiny, args, op
         check_packed_training(pairs, args)
 
 
+def count_tokens(cfg):
+    """Have a config step after so many tokens, as docs/lengths.md shows."""
+    for name in ("accumulative_counts", "loss_scale"):
+        del cfg.optim_wrapper[name]
+    cfg.optim_wrapper.merge(
+        dict(type=TokenAccumulationOptimWrapper, tokens_per_step=4096, dtype="bfloat16")
+    )
+    cfg.train_cfg = dict(type=TokenStepLoop, max_iters=10)
+    cfg.param_scheduler = [dict(type="LinearLR", by_epoch=False, end=5)]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            {"optim_wrapper.accumulative_counts": 4},
+            "^optim_wrapper: accumulative_counts must be left out .*, got 4; tokens_per_step",
+        ),
+        (
+            {"optim_wrapper.tokens_per_step": 0},
+            "^optim_wrapper: tokens_per_step must be an integer of at least 1, got 0$",
+        ),
+        ({"optim_wrapper.dtype": "float16"}, "^optim_wrapper: dtype must .*, got 'float16'; "),
+        (
+            {"optim_wrapper.loss_scale": 1.0},
+            "^optim_wrapper: TokenAccumulationOptimWrapper .* got 'loss_scale'; it has optimizer",
+        ),
+        (
+            {"optim_wrapper.type": "AmpOptimWrapper"},
+            "together, got optim_wrapper AmpOptimWrapper and train_cfg TokenStepLoop; set both",
+        ),
+        ({"train_cfg.max_iters": None}, "^train_cfg: max_iters must .*, got None and {}; an epoch"),
+        ({"train_cfg.max_iters": "2k"}, "^train_cfg: max_iters must .* at least 1, got '2k'$"),
+        ({"train_cfg.val_intervall": 9}, "^train_cfg: .*, got 'val_intervall'; write 'val_interv"),
+        (
+            {"param_scheduler.0.by_epoch": True},
+            r"^train_cfg: param_scheduler must .*, got epochs in {.*'end': 5.*}; set by_epoch",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_steps_of_tokens_are_checked_before_anything_is_built(template, args, option, message):
+    count_tokens(template)
+    assert check_packed_training(template, args)
+    template.merge_from_dict(option)
+    with pytest.raises(ConfigError, match=message):
+        check_packed_training(template, args)
+
+
+def test_wrapper_that_counts_tokens_needs_the_loop_that_tells_it(template, args):
+    train_cfg = template.train_cfg
+    count_tokens(template)
+    template.train_cfg = train_cfg
+    message = "got optim_wrapper TokenAccumulationOptimWrapper and train_cfg TrainLoop; set both"
+    with pytest.raises(ConfigError, match=message):
+        check_packed_training(template, args)
+
+
+def test_tokens_are_not_counted_for_a_loss_over_pairs(write_config, tiny, args):
+    path = write_config(
+        "mamba_1_4b_dpo_full_varlen", pretrained_model_name_or_path=str(tiny / "model")
+    )
+    pairs = Config.fromfile(path)
+    count_tokens(pairs)
+    with pytest.raises(ConfigError, match=r"pairs, got TokenAcc.*Wrapper with PackedDPO; use Amp"):
+        check_packed_training(pairs, args)
+
+
 def test_token_accumulation_is_refused_with_deepspeed(template, args):
-    template.optim_wrapper.type = "TokenAccumulationOptimWrapper"
+    count_tokens(template)
     assert check_packed_training(template, args)
     args.deepspeed = "deepspeed_zero2"
     with pytest.raises(ConfigError, match=r"--deepspeed, got deepspeed_zero2, which .*; train"):
@@ -511,7 +654,15 @@ def test_reward_token_that_the_model_does_not_have_is_refused(write_config, tiny
     cfg.model.reward_token_id = size
     with pytest.raises(SystemExit, match=f"below the model's vocabulary of {size}, got {size}; "):
         run_check(cfg, args)
-    cfg.model.reward_token_id = size - 1
+    dataset = cfg.train_dataloader.dataset
+    cfg.model.reward_token_id = dataset.reward_token_id = size - 1
+    run_check(cfg, args)
+    dataset.reward_token_id = 1
+    message = rf"the same in the model and in train_dataloader.dataset, got {size - 1} and 1; set"
+    with pytest.raises(SystemExit, match=message):
+        run_check(cfg, args)
+    # nothing is saved with the model then
+    del cfg.model["reward_token_id"]
     run_check(cfg, args)
 
 

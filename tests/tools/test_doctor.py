@@ -437,6 +437,7 @@ def test_steps_that_are_counted_in_tokens(folder, write_config, write_tokenized)
     counted = {
         "type=OptimWrapper": "type='TokenAccumulationOptimWrapper',\n    tokens_per_step=150",
         "    accumulative_counts=1,\n": "",
+        "type=TrainLoop, max_epochs=1": "type='TokenStepLoop', max_iters=10",
     }
     config = write_config(*UNEQUAL, counted)
     assert examine("tokens a step", config) == "every step has at least 150 target tokens"

@@ -25,6 +25,7 @@ CHECKS = [
 TOKEN_STEPS = {
     "type=OptimWrapper": "type='TokenAccumulationOptimWrapper',\n    tokens_per_step=9999",
     "    accumulative_counts=1,\n": "",
+    "type=TrainLoop, max_epochs=1": "type='TokenStepLoop', max_iters=10",
 }
 # a GPU runs it in bfloat16; where there is none it becomes what can run there
 AUTOCAST = {

@@ -1,7 +1,7 @@
 """Optimizer steps of a constant number of target tokens, however long the documents are."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from statistics import fmean, pstdev
 from typing import Any
@@ -14,12 +14,35 @@ from torch import nn
 from torch.optim import Optimizer
 from xtuner.utils.device import get_device
 
-from xtuner_mamba.dataset.arguments import check_integer
+from xtuner_mamba.dataset.arguments import bind_arguments, check_integer
 from xtuner_mamba.engine.hooks.packed_layout_hook import publish_batch
 from xtuner_mamba.engine.step_windows import TokenWindows
 
 # optimizer steps that the logged mean and spread are of
 _LOGGED_STEPS = 50
+
+
+def check_accumulation_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of :class:`TokenAccumulationOptimWrapper`, before anything is built.
+
+    Args:
+        arguments: By name, as a config has them.
+
+    Raises:
+        ValueError: One is unknown, missing, or cannot be met.
+    """
+    if "accumulative_counts" in arguments:
+        raise ValueError(
+            "accumulative_counts must be left out of TokenAccumulationOptimWrapper, got "
+            f"{arguments['accumulative_counts']}; tokens_per_step alone says when it steps"
+        )
+    values = bind_arguments(TokenAccumulationOptimWrapper, arguments)
+    check_integer("tokens_per_step", values.get("tokens_per_step"), 1)
+    if values["dtype"] not in (None, "bfloat16"):
+        raise ValueError(
+            f"dtype must be None or 'bfloat16', got {values['dtype']!r}; float16 needs the loss "
+            "scaling of AmpOptimWrapper, which steps after a count of micro-batches"
+        )
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -47,12 +70,7 @@ class TokenAccumulationOptimWrapper(OptimWrapper):
         dtype: str | None = None,
         clip_grad: dict | None = None,
     ) -> None:
-        check_integer("tokens_per_step", tokens_per_step, 1)
-        if dtype not in (None, "bfloat16"):
-            raise ValueError(
-                f"dtype must be None or 'bfloat16', got {dtype!r}; float16 needs the loss scaling "
-                "of AmpOptimWrapper, which steps after a count of micro-batches"
-            )
+        check_accumulation_arguments(dict(tokens_per_step=tokens_per_step, dtype=dtype))
         super().__init__(optimizer, clip_grad=clip_grad)
         self.tokens_per_step, self._dtype = tokens_per_step, dtype
         self._is_begun = False
@@ -85,6 +103,32 @@ class TokenAccumulationOptimWrapper(OptimWrapper):
             yield
 
 
+def check_step_loop_arguments(arguments: Mapping[str, Any], param_schedulers: Any) -> None:
+    """Check the arguments of :class:`TokenStepLoop`, before anything is built.
+
+    Args:
+        arguments: By name, as a config has them.
+        param_schedulers: A config's, or several.
+
+    Raises:
+        ValueError: Something is counted in epochs, or there is no count.
+    """
+    if arguments.get("max_iters") is None:
+        others = {name: value for name, value in arguments.items() if name != "max_iters"}
+        raise ValueError(
+            f"max_iters must be the optimizer steps of TokenStepLoop, got None and {others}; an "
+            "epoch has about its target tokens / tokens_per_step of them"
+        )
+    check_integer("max_iters", arguments["max_iters"], 1)
+    schedulers = param_schedulers if isinstance(param_schedulers, list) else [param_schedulers]
+    for scheduler in schedulers:
+        if isinstance(scheduler, dict) and scheduler.get("by_epoch", True):
+            raise ValueError(
+                f"param_scheduler must count the optimizer steps of TokenStepLoop, got epochs in "
+                f"{scheduler}; set by_epoch=False, and begin and end in optimizer steps"
+            )
+
+
 @LOOPS.register_module()
 class TokenStepLoop(IterBasedTrainLoop):
     """Train by optimizer steps: an iteration is all micro-batches of one.
@@ -106,18 +150,7 @@ class TokenStepLoop(IterBasedTrainLoop):
     def __init__(
         self, runner: Runner, dataloader: Any, max_iters: int | None = None, **kwargs: Any
     ) -> None:
-        if max_iters is None:
-            raise ValueError(
-                f"max_iters must be the optimizer steps of TokenStepLoop, got None and {kwargs}; "
-                "an epoch has about its target tokens / tokens_per_step of them"
-            )
-        schedulers = runner.param_schedulers or []
-        for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
-            if isinstance(scheduler, dict) and scheduler.get("by_epoch", True):
-                raise ValueError(
-                    f"param_scheduler must count the optimizer steps of TokenStepLoop, got epochs "
-                    f"in {scheduler}; set by_epoch=False, and begin and end in optimizer steps"
-                )
+        check_step_loop_arguments(dict(max_iters=max_iters, **kwargs), runner.param_schedulers)
         super().__init__(runner, dataloader, max_iters, **kwargs)
         self._logged: deque[int] = deque(maxlen=_LOGGED_STEPS)
 

@@ -6,20 +6,27 @@ from pathlib import Path
 
 import torch
 from mmengine.config import Config
-from mmengine.registry import LOOPS
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS, LOOPS, OPTIM_WRAPPERS
 from mmengine.runner import EpochBasedTrainLoop
 from mmengine.utils import get_object_from_string
 from torch import nn
+from xtuner.registry import BUILDER
 
 from xtuner_mamba.dataset.arguments import check_names
 from xtuner_mamba.dataset.buckets import check_bucket_arguments
 from xtuner_mamba.dataset.carried_chunks import check_carried_arguments, check_chunk_arguments
-from xtuner_mamba.dataset.curriculum import LengthCurriculum
 from xtuner_mamba.dataset.document_dataset import check_document_arguments
 from xtuner_mamba.dataset.preference import check_preference_arguments
 from xtuner_mamba.dataset.process import check_arguments
 from xtuner_mamba.dataset.sources import check_source
 from xtuner_mamba.dataset.token_budget import check_budget_arguments
+from xtuner_mamba.engine.token_accumulation import (
+    TokenAccumulationOptimWrapper,
+    TokenStepLoop,
+    check_accumulation_arguments,
+    check_step_loop_arguments,
+)
 from xtuner_mamba.integration.config_parts import (
     DATALOADERS,
     REWARD_MODELS,
@@ -32,6 +39,16 @@ from xtuner_mamba.model.dispatch import DISPATCH_TABLE, dispatch_packed, token_m
 from xtuner_mamba.model.reward_saving import can_save_reward_model
 
 _HOOKS = ("PackedLayoutHook", "VarlenAttnArgsToMessageHubHook")
+# by the part of a config: where a type that is a mere name is looked for
+_REGISTRIES = {
+    "model": BUILDER,
+    "custom_hooks": HOOKS,
+    "optim_wrapper": OPTIM_WRAPPERS,
+    "train_cfg": LOOPS,
+}
+_OPTIONS = ("autocast_dtype", "fuse_norm", "fuse_loss", "recompute")
+# of a part's config, but for others than its constructor
+_NO_ARGUMENTS = ("type", "constructor", "paramwise_cfg")
 # by the name of what is built: the check of its arguments
 _CHECKS = {
     "process_packed_dataset": check_arguments,
@@ -41,7 +58,6 @@ _CHECKS = {
     "BucketBatchSampler": check_bucket_arguments,
     "TokenBudgetBatchSampler": check_budget_arguments,
     "CarriedChunkBatchSampler": check_carried_arguments,
-    "LengthCurriculumHook": lambda arguments: LengthCurriculum(arguments.get("schedule", ())),
 }
 
 
@@ -118,11 +134,17 @@ def _check_row_length(cfg: Config) -> None:
 
 def _check_hooks(cfg: Config) -> None:
     names = [type_name(hook) for hook in cfg.get("custom_hooks") or ()]
-    if not set(names) & set(_HOOKS):
+    publishing = [name for name in names if name in _HOOKS]
+    if not publishing:
         raise ConfigError(
             f"custom_hooks must hold PackedLayoutHook with use_varlen_attn, got {names}; add "
             "dict(type=PackedLayoutHook) from xtuner_mamba.engine.hooks, without it the model "
             "does not know where documents start"
+        )
+    if len(publishing) > 1:
+        raise ConfigError(
+            f"custom_hooks must hold PackedLayoutHook once, got {publishing}; leave the others "
+            "out, for which the first one leaves no boundaries in the batch"
         )
 
 
@@ -284,16 +306,45 @@ def _check_arguments(cfg: Config, covered: bool) -> None:
 
 
 def _check_constructors(cfg: Config) -> None:
-    """Check the names that the model and our hooks are given."""
-    for part in ("model", "custom_hooks"):
-        for path, node in walk(cfg.get(part), part):
-            built = node.get("type")
-            if not isinstance(built, type) or not built.__module__.startswith("xtuner_mamba."):
-                continue
-            try:
-                check_names(built.__name__, set(node) - {"type"}, _constructor_names(built))
-            except ValueError as error:
-                raise ConfigError(f"{path}: {error}") from None
+    """Check what our model, hooks, optimizer wrapper and loop are given, in this order."""
+    nodes = {part: cfg.get(part) for part in ("model", "optim_wrapper", "train_cfg")}
+    nodes |= {f"custom_hooks[{i}]": hook for i, hook in enumerate(cfg.get("custom_hooks") or ())}
+    for path, node in nodes.items():
+        built = (node or {}).get("type")
+        if isinstance(built, str):
+            built = _REGISTRIES[path.partition("[")[0]].get(built)
+        if not isinstance(built, type) or not built.__module__.startswith("xtuner_mamba."):
+            continue
+        arguments = {name: node[name] for name in node if name not in _NO_ARGUMENTS}
+        try:
+            _check_given(built, arguments, cfg)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+
+def _check_given(built: type, arguments: dict, cfg: Config) -> None:
+    if issubclass(built, nn.Module):
+        # late: it imports XTuner's models, which ask for our dispatch meanwhile
+        from xtuner_mamba.model.sft import check_options
+
+        check_options(**{name: arguments[name] for name in _OPTIONS if name in arguments})
+    elif built is TokenAccumulationOptimWrapper:
+        check_accumulation_arguments(arguments)
+    elif built is TokenStepLoop:
+        check_step_loop_arguments(arguments, cfg.get("param_scheduler"))
+    check_names(built.__name__, arguments, _constructor_names(built))
+    if issubclass(built, Hook):
+        required = [
+            name for name, p in inspect.signature(built).parameters.items() if p.default is p.empty
+        ]
+        missing = [name for name in required if name not in arguments]
+        if missing:
+            raise ValueError(
+                f"{built.__name__} must be given {', '.join(required)}, got {sorted(arguments)}; "
+                f"add {', '.join(missing)}"
+            )
+        # to build it is to check it: a hook of ours does nothing before the training
+        built(**arguments)
 
 
 def _constructor_names(cls: type) -> list[str]:

@@ -34,6 +34,8 @@ def check_parts(cfg: Config) -> None:
     _check_batch_sampler(cfg)
     _check_collate_fn(cfg)
     _check_pairs(cfg)
+    _check_reward_tokens(cfg)
+    _check_token_steps(cfg)
 
 
 def type_name(node: dict) -> str:
@@ -119,4 +121,33 @@ def _check_pairs(cfg: Config) -> None:
         raise ConfigError(
             f"is_reward must be True for reward models and for no other, got {is_reward} with "
             f"{names[0]}; set it, and is_dpo to the opposite, in the dataset"
+        )
+
+
+def _check_reward_tokens(cfg: Config) -> None:
+    """Check that the reward is read, once the model is saved, where it was trained."""
+    token = cfg.model.get("reward_token_id")
+    for part in DATALOADERS:
+        for path, node in walk(cfg.get(part), part):
+            trained = node.get("reward_token_id")
+            if token is not None and node.get("is_reward") and trained != token:
+                raise ConfigError(
+                    f"reward_token_id must be the same in the model and in {path}, got {token} and "
+                    f"{trained}; set the dataset's, which the reward is trained at, in both"
+                )
+
+
+def _check_token_steps(cfg: Config) -> None:
+    """Check that steps of as many tokens have their wrapper and their loop, and tokens to count."""
+    wrapper, loop = type_name(cfg.optim_wrapper), type_name(cfg.get("train_cfg") or {})
+    counts_tokens = wrapper == "TokenAccumulationOptimWrapper"
+    if counts_tokens != (loop == "TokenStepLoop"):
+        raise ConfigError(
+            "TokenAccumulationOptimWrapper and TokenStepLoop must come together, got optim_wrapper "
+            f"{wrapper} and train_cfg {loop}; set both, or accumulative_counts with TrainLoop"
+        )
+    if counts_tokens and type_name(cfg.model) in _OF_PAIRS:
+        raise ConfigError(
+            f"optim_wrapper must count micro-batches for a loss over pairs, got {wrapper} with "
+            f"{type_name(cfg.model)}; use AmpOptimWrapper with accumulative_counts, and TrainLoop"
         )

@@ -34,6 +34,7 @@ from xtuner_mamba.tools.sample_batch import SampleBatch, choose_pieces, find_doc
 
 # a pack of more tokens shows nothing else, and its logits take gigabytes
 _MOST_TOKENS = 8192
+_BOUNDARY_HOOKS = ("PackedLayoutHook", "VarlenAttnArgsToMessageHubHook")
 # enough for the mean and the spread of a few optimizer steps
 _NUM_BATCHES = 256
 # the parts of a dataset's config that have done their work once documents are tokenized
@@ -76,7 +77,8 @@ class Training:
         )
         fit_cpu(self.cfg, args)
         hooks = self.cfg.get("custom_hooks") or []
-        self.cfg.custom_hooks = [*hooks, dict(type=PackedLayoutHook)]
+        if not any(type_name(hook) in _BOUNDARY_HOOKS for hook in hooks):
+            self.cfg.custom_hooks = [*hooks, dict(type=PackedLayoutHook)]
         try:
             covered = check_packed_training(self.cfg, args)
         except ConfigError as error:
@@ -202,9 +204,10 @@ class Training:
     @property
     def boundary_hooks(self) -> list[Hook]:
         """The config's hooks that publish boundaries."""
-        names = ("PackedLayoutHook", "VarlenAttnArgsToMessageHubHook")
         hooks = self.cfg.get("custom_hooks") or []
-        return [HOOKS.build(dict(hook.items())) for hook in hooks if type_name(hook) in names]
+        return [
+            HOOKS.build(dict(hook.items())) for hook in hooks if type_name(hook) in _BOUNDARY_HOOKS
+        ]
 
     @contextmanager
     def fed(self, collated: dict) -> Iterator[dict]:

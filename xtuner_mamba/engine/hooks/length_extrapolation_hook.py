@@ -75,7 +75,8 @@ class LengthExtrapolationHook(Hook):
         if lengths is None:
             wanted = {_SHORTEST, *(int(max_length * multiple) for multiple in _MULTIPLES)}
             lengths = sorted(length for length in wanted if length >= _SHORTEST)
-        is_whole = np.issubdtype(np.asarray(lengths).dtype, np.integer)
+        array = np.asarray(lengths)
+        is_whole = array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
         if not is_whole or lengths[0] < 2 or (np.diff(lengths) < 1).any():
             raise ValueError(
                 f"lengths must be integers that rise from 2 or more, got {lengths}; leave them out "

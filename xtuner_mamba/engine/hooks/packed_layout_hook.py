@@ -31,6 +31,14 @@ class PackedLayoutHook(Hook):
 
     priority = "VERY_HIGH"
 
+    def before_run(self, runner: Runner) -> None:
+        count = sum(isinstance(hook, PackedLayoutHook) for hook in runner.hooks)
+        if count > 1:
+            raise RuntimeError(
+                f"custom_hooks must hold PackedLayoutHook once, got it {count} times; leave the "
+                "others out, for which the first one leaves no boundaries in the batch"
+            )
+
     def before_train(self, runner: Runner) -> None:
         loop = runner.train_loop
         micro_steps = _micro_steps(runner)
