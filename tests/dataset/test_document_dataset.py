@@ -55,15 +55,46 @@ def test_a_document_longer_than_a_row_can_be_an_error(make_rows):
         process(make_rows(LONG), max_length=3, too_long="error")
 
 
-def test_what_is_not_trained_on_is_counted(make_rows, monkeypatch):
+@pytest.mark.parametrize(
+    ("too_long", "line"),
+    [
+        (
+            "truncate",
+            "4 rows of at most 3 tokens, one document each; 1 documents truncated, 0 dropped as "
+            "too long, 1 rows left out for want of labels; 9 tokens lost",
+        ),
+        (
+            "split",
+            # the last token of document 1, and the last document
+            "5 rows of at most 3 tokens, one document each; 1 documents split into several rows, "
+            "0 dropped as too long, 2 rows left out for want of labels; 6 tokens lost",
+        ),
+        (
+            "drop",
+            "3 rows of at most 3 tokens, one document each; 0 documents split into several rows, "
+            "1 dropped as too long, 1 rows left out for want of labels; 12 tokens lost",
+        ),
+    ],
+)
+def test_what_became_of_the_documents_is_the_only_line_in_the_log(
+    make_rows, monkeypatch, too_long, line
+):
     lines = []
-    module = "xtuner_mamba.dataset.document_dataset.print_log"
-    monkeypatch.setattr(module, lambda line, logger: lines.append(line))
-    process(make_rows(LONG), max_length=3, too_long="truncate")
-    assert lines == [
-        "3 rows of one document of at most 3 tokens; 1 left out for want of labels, "
-        "4 tokens truncated or left out with them"
-    ]
+    for module in ("document_dataset", "process"):
+        monkeypatch.setattr(
+            f"xtuner_mamba.dataset.{module}.print_log", lambda line, logger: lines.append(line)
+        )
+    lengths = [*LONG, 3, 5]
+    labels = [[1] * 3, [1] * 7, [1] * 2, [1] * 3, [-100] * 5]
+    process(make_rows(lengths, labels), max_length=3, too_long=too_long)
+    assert lines == [line]
+
+
+def test_truncation_that_leaves_no_label_is_refused(make_rows):
+    rows = make_rows([4, 5], [[-100] * 3 + [1], [-100] * 4 + [1]])
+    message = "label after its first token, got none in 2 rows with too_long='truncate'; raise"
+    with pytest.raises(ValueError, match=message):
+        process(rows, max_length=3, too_long="truncate")
 
 
 @pytest.mark.parametrize("index", [3, -4])

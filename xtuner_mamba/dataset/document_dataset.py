@@ -1,5 +1,6 @@
 """Documents as a dataset, one a row: what buckets and padded batches are made of."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ from torch.utils.data import Dataset
 
 from xtuner_mamba.dataset.documents import TokenizedDocuments
 from xtuner_mamba.dataset.plan import PackPlan, Pieces
-from xtuner_mamba.dataset.process import check_arguments, process_packed_dataset
+from xtuner_mamba.dataset.process import build_packs, check_arguments, process_packed_dataset
 
 _WHOLE_IN_ORDER = dict(
     packing="best_fit", shuffle_before_pack=False, pack_to_max_length=True, use_varlen_attn=True
@@ -62,17 +63,26 @@ def process_document_dataset(
     Raises:
         ValueError: An argument cannot be met, or nothing is left to train on.
     """
-    packs = process_packed_dataset(*args, **_arguments_of_packs(kwargs, too_long))
-    documents, pieces = packs.documents, packs.pieces
-    kept = documents.packs_with_target(PackPlan(pieces, np.arange(len(pieces) + 1)))
-    num_masked = (~kept).sum()
+    signature = inspect.signature(process_packed_dataset)
+    call = signature.bind(*args, **_arguments_of_packs(kwargs, too_long))
+    packs = build_packs(call.arguments)
+    documents, pieces, report = packs.documents, packs.pieces, packs.packing_report
     if too_long == "truncate":
-        kept &= pieces.starts == 0
+        pieces = pieces[pieces.starts == 0]
+    kept = documents.packs_with_target(PackPlan(pieces, np.arange(len(pieces) + 1)))
+    if not kept.any():
+        raise ValueError(
+            f"a row must have a label after its first token, got none in {len(kept)} rows with "
+            f"too_long={too_long!r}; raise max_length, or set too_long='split'"
+        )
     rows = DocumentDataset(documents, pieces[kept])
+    is_cut = pieces.lengths < documents.lengths[pieces.documents]
     print_log(
-        f"{len(rows):,} rows of one document of at most {pieces.lengths.max():,} tokens; "
-        f"{num_masked:,} left out for want of labels, "
-        f"{pieces.lengths[~kept].sum():,} tokens truncated or left out with them",
+        f"{len(rows):,} rows of at most {max(rows.length):,} tokens, one document each; "
+        f"{len(np.unique(pieces.documents[is_cut])):,} documents "
+        f"{'truncated' if too_long == 'truncate' else 'split into several rows'}, "
+        f"{report.num_dropped:,} dropped as too long, {report.num_masked + (~kept).sum():,} rows "
+        f"left out for want of labels; {documents.lengths.sum() - sum(rows.length):,} tokens lost",
         logger="current",
     )
     return rows

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
-from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
 from xtuner_mamba.dataset.documents import TokenizedDocuments
@@ -173,5 +172,4 @@ def pack_documents(
         num_masked_packs=len(packs.left_out),
         num_masked_tokens=int(lengths[~labelled].sum() + packs.left_out.sum()),
     )
-    print_log(str(packs.packing_report), logger="current")
     return packs

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from numbers import Integral
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from xtuner.dataset.huggingface import tokenize_dataset
 from xtuner.dataset.utils import get_bos_eos_token_ids
 from xtuner.registry import BUILDER
 
+from xtuner_mamba.dataset.arguments import bind_arguments
 from xtuner_mamba.dataset.conversations import map_rows, resolve_map_fn
 from xtuner_mamba.dataset.documents import TokenizedDocuments
 from xtuner_mamba.dataset.packed_dataset import PLANNERS, PackedDataset, pack_documents
@@ -111,47 +113,62 @@ def process_packed_dataset(
         ValueError: An argument cannot be met, or nothing is left to train on.
     """
     # nothing else has a name yet
-    check_arguments(locals())
+    packs = build_packs(locals())
+    print_log(str(packs.packing_report), logger="current")
+    return packs
+
+
+def build_packs(arguments: Mapping[str, Any]) -> PackedDataset:
+    """Build what :func:`process_packed_dataset` returns, and leave its report for others to log.
+
+    Args:
+        arguments: Of that function, by name.
+
+    Raises:
+        ValueError: As there.
+    """
+    check_arguments(arguments)
+    given = SimpleNamespace(**bind_arguments(process_packed_dataset, arguments))
 
     def build() -> PackedDataset:
-        if do_dataset_tokenization:
-            built_tokenizer = _build_tokenizer(tokenizer)
-        rows = load_rows(dataset, split)
+        if given.do_dataset_tokenization:
+            built_tokenizer = _build_tokenizer(given.tokenizer)
+        rows = load_rows(given.dataset, given.split)
         numbers = np.arange(len(rows))
-        if max_dataset_length is not None and max_dataset_length < len(rows):
-            draw = np.random.default_rng(seed)
-            numbers = draw.choice(len(rows), max_dataset_length, replace=False)
+        if given.max_dataset_length is not None and given.max_dataset_length < len(rows):
+            draw = np.random.default_rng(given.seed)
+            numbers = draw.choice(len(rows), given.max_dataset_length, replace=False)
             rows = rows.select(numbers)
-        num_proc = num_processes(map_num_proc, len(rows))
+        num_proc = num_processes(given.map_num_proc, len(rows))
         rows = map_rows(
             rows,
             numbers,
-            dataset_map_fn=dataset_map_fn,
-            template_map_fn=template_map_fn,
-            rename_maps=rename_maps,
+            dataset_map_fn=given.dataset_map_fn,
+            template_map_fn=given.template_map_fn,
+            rename_maps=given.rename_maps,
             num_proc=num_proc,
-            tokenized=not do_dataset_tokenization,
+            tokenized=not given.do_dataset_tokenization,
         )
-        if do_dataset_tokenization:
+        if given.do_dataset_tokenization:
             # XTuner cuts documents at max_length without a word: too_long decides instead
             rows = tokenize_dataset(
                 rows,
                 built_tokenizer,
                 max_length=sys.maxsize,
-                with_image_token=with_image_token,
-                input_ids_with_output=input_ids_with_output,
+                with_image_token=given.with_image_token,
+                input_ids_with_output=given.input_ids_with_output,
                 remove_unused_columns=True,
                 map_num_proc=num_proc,
             )
         documents = TokenizedDocuments(rows)
-        if do_dataset_tokenization:
+        if given.do_dataset_tokenization:
             _warn_of_empty_texts(documents.lengths, built_tokenizer)
         return pack_documents(
             documents,
-            max_length,
-            packing=packing,
-            too_long=too_long,
-            seed=seed if shuffle_before_pack else None,
+            given.max_length,
+            packing=given.packing,
+            too_long=given.too_long,
+            seed=given.seed if given.shuffle_before_pack else None,
         )
 
     return on_rank_zero(build)
