@@ -18,7 +18,8 @@ ROWS = {"x", "dt", "z", "y", "dy", "dx", "ddt", "dz"}
 HALVES = ROWS | {"weight", "bias", "initial_states"}
 INTEGERS = {"cu_seqlens", "cu_chunks", "seqs", "seq_idx"}
 SCAN = {"SOFTPLUS": True, "DSTATE": 16, "BLOCK_N": 16, "BLOCK_D": 128}
-CONV = {"WIDTH": 4, "SILU": True, "BLOCK_D": 128, "GROUP": 8}
+CONV = {"WIDTH": 4, "SILU": True, "BLOCK_D": 128, "GROUP": 8, "dim": 4096}
+CONV |= {"stride_x": 8192, "stride_dy": 4096, "stride_dy_fork": 4096, "stride_dx": 8192}
 
 
 def kernels():

@@ -29,10 +29,12 @@ from xtuner_mamba.ops.triton_math import add_compensated, sigmoid
 @triton.jit(do_not_specialize=["total", "block_t"])
 def _conv_bwd_kernel(
     x, weight, bias, initial_states, cu_seqlens, seq_idx, dy, dy_fork, dfinal_states, dx, dfilter,
-    stride_x, stride_dy, stride_dy_fork, stride_dx, total, dim, block_t,
+    total, block_t,
+    stride_x: tl.constexpr, stride_dy: tl.constexpr, stride_dy_fork: tl.constexpr,
+    stride_dx: tl.constexpr, dim: tl.constexpr,
     WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    num_blocks = tl.cdiv(dim, BLOCK_D)
+    num_blocks: tl.constexpr = (dim + BLOCK_D - 1) // BLOCK_D
     o_d = tl.program_id(0) % num_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     m_d = o_d < dim
     i_block = tl.program_id(0) // num_blocks
@@ -58,21 +60,23 @@ def _conv_bwd_kernel(
     b_rests = _zeros(WIDTH + 1, BLOCK_D)
 
     for i_group in range(0, num_own + WIDTH - 1, GROUP):
-        # all rows of a group are on their way before the first is needed
+        # all rows of a group are on their way before the first is needed; their strides are
+        # constants, so that each is an offset in an instruction and no address
         b_xs = ()
         b_dys = ()
         for i in tl.static_range(GROUP):
             m_t = m_d & (i_group + i < num_read)
-            b_x = tl.load(p_x + (i_group + i) * stride_x, mask=m_t, other=0.0)
-            b_dy = tl.load(p_dy + (i_group + i) * stride_dy, mask=m_t, other=0.0).to(tl.float32)
+            b_x = tl.load(p_x + i * stride_x, mask=m_t, other=0.0)
+            b_dy = tl.load(p_dy + i * stride_dy, mask=m_t, other=0.0).to(tl.float32)
             if dy_fork is not None:
-                p_dy_t = p_dy_fork + (i_group + i) * stride_dy_fork
+                p_dy_t = p_dy_fork + i * stride_dy_fork
                 b_dy += tl.load(p_dy_t, mask=m_t, other=0.0).to(tl.float32)
             b_xs = b_xs + (b_x.to(tl.float32),)
             b_dys = b_dys + (b_dy,)
         # most groups lie inside one document, all their taps too, and need not ask at every token
         i_last = tl.load(seq_idx + first + tl.minimum(i_group + GROUP, num_read) - 1)
-        if (i_last == i_seq) & (first + i_group - start >= WIDTH - 1):
+        is_inside = (i_last == i_seq) & (first + i_group - start >= WIDTH - 1)
+        if is_inside & (i_group >= WIDTH - 1) & (i_group + GROUP <= num_own):
             b_window, b_dxs, b_sums = _walk_group(
                 b_xs, b_dys, b_window, b_dxs, b_taps, b_bias, p_dx, dfilter is not None,
                 seq_idx, cu_seqlens, i_seq, start, initial_states, dfinal_states,
@@ -88,6 +92,11 @@ def _conv_bwd_kernel(
             )  # fmt: skip
         i_seq = i_last
         start = tl.load(cu_seqlens + i_seq)
+        p_x += GROUP * stride_x
+        p_dy += GROUP * stride_dy
+        if dy_fork is not None:
+            p_dy_fork += GROUP * stride_dy_fork
+        p_dx += GROUP * stride_dx
         if dfilter is not None:
             b_dfilter, b_rests = _add_all_compensated(b_dfilter, b_rests, b_sums, WIDTH + 1)
 
@@ -101,17 +110,19 @@ def _conv_bwd_kernel(
 def _walk_group(
     b_xs, b_dys, b_window, b_dxs, b_taps, b_bias, p_dx, WANTS_FILTER: tl.constexpr,
     seq_idx, cu_seqlens, i_seq, start, initial_states, dfinal_states,
-    first, i_group, num_own, num_read, stride_dx, dim, o_d, m_d,
-    WIDTH: tl.constexpr, SILU: tl.constexpr, GROUP: tl.constexpr, BOUNDARIES: tl.constexpr,
+    first, i_group, num_own, num_read, stride_dx: tl.constexpr, dim: tl.constexpr, o_d, m_d,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, GROUP: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """Take in ``GROUP`` tokens and store the dx that they complete.
+
+    ``EDGES`` asks at every token where documents and the program's own tokens begin and end.
 
     Returns the next token's window, the incomplete dx, and the filter's gradient.
     """
     b_sums = _zeros(WIDTH + 1, b_bias.shape[0])
     for i in tl.static_range(GROUP):
         i_t = i_group + i
-        if BOUNDARIES:
+        if EDGES:
             i_next = tl.load(seq_idx + first + i_t, mask=i_t < num_read, other=i_seq)
             if i_next != i_seq:
                 b_window = first_window(initial_states, i_next, dim, o_d, m_d, WIDTH)
@@ -120,18 +131,22 @@ def _walk_group(
         b_inputs = (b_xs[i],) + b_window
         b_g = _before_activation(b_dys[i], b_inputs, b_taps, b_bias, SILU, WIDTH)
         if WANTS_FILTER:
-            # tokens after the block belong to the next program's sums
-            b_own = tl.where(i_t < num_own, b_g, 0.0)
+            b_own = b_g
+            if EDGES:
+                # tokens after the block belong to the next program's sums
+                b_own = tl.where(i_t < num_own, b_g, 0.0)
             b_sums = _add_filter_gradient(b_sums, b_own, b_inputs, WIDTH)
-        b_dxs = _add_input_gradient(b_dxs, b_g, b_taps, first + i_t - start, WIDTH, BOUNDARIES)
+        b_dxs = _add_input_gradient(b_dxs, b_g, b_taps, first + i_t - start, WIDTH, EDGES)
         if dfinal_states is not None:
             b_dxs = _add_state_gradient(
                 b_dxs, dfinal_states, cu_seqlens, i_seq, first + i_t, dim, o_d,
                 m_d & (i_t < num_own), WIDTH,
             )  # fmt: skip
-        i_done = i_t - (WIDTH - 1)
-        m_done = m_d & (i_done >= 0) & (i_done < num_own)
-        tl.store(p_dx + i_done * stride_dx, b_dxs[WIDTH - 1], mask=m_done)
+        m_done = m_d
+        if EDGES:
+            i_done = i_t - (WIDTH - 1)
+            m_done = m_d & (i_done >= 0) & (i_done < num_own)
+        tl.store(p_dx + (i - (WIDTH - 1)) * stride_dx, b_dxs[WIDTH - 1], mask=m_done)
         b_dxs = b_dxs[:-1]
         b_window = b_inputs[:-1]
     return b_window, b_dxs, b_sums
@@ -202,14 +217,12 @@ def _add_filter_gradient(b_sums, b_g, b_inputs, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _add_input_gradient(
-    b_dxs, b_g, b_taps, position, WIDTH: tl.constexpr, BOUNDARIES: tl.constexpr
-):
+def _add_input_gradient(b_dxs, b_g, b_taps, position, WIDTH: tl.constexpr, EDGES: tl.constexpr):
     """Return dx of a token and of the ``WIDTH - 1`` before, as far as this token adds to it."""
     b_new = (b_taps[0] * b_g,)
     for i in tl.static_range(1, WIDTH):
         b_added = b_taps[i] * b_g
-        if BOUNDARIES:
+        if EDGES:
             # chosen, not multiplied by 0: the token before may be another document's
             b_added = tl.where(position >= i, b_added, 0.0)
         b_new = b_new + (b_dxs[i - 1] + b_added,)
@@ -271,7 +284,9 @@ def _conv_bwd(
     stride_dy_fork = 0 if dy_fork is None else dy_fork.stride(0)
     _conv_bwd_kernel[(num_blocks * num_parts,)](
         x, weight, bias, initial_states, cu_seqlens, seq_idx, dy, dy_fork, dfinal_states, dx,
-        dfilter, x.stride(0), dy.stride(0), stride_dy_fork, dx.stride(0), total, dim, block_t,
+        dfilter, total, block_t,
+        stride_x=x.stride(0), stride_dy=dy.stride(0), stride_dy_fork=stride_dy_fork,
+        stride_dx=dx.stride(0), dim=dim,
         WIDTH=width, SILU=silu, BLOCK_D=block_d, GROUP=GROUP, num_warps=num_warps,
     )  # fmt: skip
     dweight = dbias = dinitial_states = None

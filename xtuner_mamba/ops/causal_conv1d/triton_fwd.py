@@ -26,10 +26,10 @@ GROUP = 8
 @triton.jit(do_not_specialize=["total", "block_t"])
 def _conv_fwd_kernel(
     x, weight, bias, initial_states, cu_seqlens, seq_idx, y,
-    stride_x, total, dim, block_t,
+    total, block_t, stride_x: tl.constexpr, dim: tl.constexpr,
     WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    num_blocks = tl.cdiv(dim, BLOCK_D)
+    num_blocks: tl.constexpr = (dim + BLOCK_D - 1) // BLOCK_D
     o_d = tl.program_id(0) % num_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     m_d = o_d < dim
     first = tl.program_id(0) // num_blocks * block_t
@@ -43,15 +43,16 @@ def _conv_fwd_kernel(
         x, initial_states, cu_seqlens, i_seq, first, stride_x, dim, o_d, m_d, WIDTH
     )
     for i_group in range(0, num_tokens, GROUP):
-        # all rows of a group are on their way before the first is needed
+        # all rows of a group are on their way before the first is needed; their strides are
+        # constants, so that each is an offset in an instruction and no address
         b_xs = ()
         for i in tl.static_range(GROUP):
             m_t = m_d & (i_group + i < num_tokens)
-            b_x = tl.load(p_x + (i_group + i) * stride_x, mask=m_t, other=0.0)
+            b_x = tl.load(p_x + i * stride_x, mask=m_t, other=0.0)
             b_xs = b_xs + (b_x.to(tl.float32),)
         # most groups lie within one document, and need not ask at every token
         i_last = tl.load(seq_idx + first + tl.minimum(i_group + GROUP, num_tokens) - 1)
-        if i_last == i_seq:
+        if (i_last == i_seq) & (i_group + GROUP <= num_tokens):
             b_window = _walk_group(
                 b_xs, b_window, b_taps, b_bias, p_y, seq_idx + first, i_seq, initial_states,
                 i_group, num_tokens, dim, o_d, m_d, WIDTH, SILU, GROUP, False,
@@ -62,17 +63,25 @@ def _conv_fwd_kernel(
                 i_group, num_tokens, dim, o_d, m_d, WIDTH, SILU, GROUP, True,
             )  # fmt: skip
         i_seq = i_last
+        p_x += GROUP * stride_x
+        p_y += GROUP * dim
 
 
 @triton.jit
 def _walk_group(
     b_xs, b_window, b_taps, b_bias, p_y, seq_idx, i_seq, initial_states,
-    i_group, num_tokens, dim, o_d, m_d,
-    WIDTH: tl.constexpr, SILU: tl.constexpr, GROUP: tl.constexpr, BOUNDARIES: tl.constexpr,
+    i_group, num_tokens, dim: tl.constexpr, o_d, m_d,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, GROUP: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
+    """Store the results of ``GROUP`` tokens, and return the next one's window.
+
+    ``EDGES`` asks at every token where documents begin and the program's own tokens end.
+    """
     for i in tl.static_range(GROUP):
         i_t = i_group + i
-        if BOUNDARIES:
+        m_t = m_d
+        if EDGES:
+            m_t = m_d & (i_t < num_tokens)
             i_next = tl.load(seq_idx + i_t, mask=i_t < num_tokens, other=i_seq)
             if i_next != i_seq:
                 b_window = first_window(initial_states, i_next, dim, o_d, m_d, WIDTH)
@@ -81,7 +90,7 @@ def _walk_group(
         b_y = convolve(b_inputs, b_taps, b_bias, WIDTH)
         if SILU:
             b_y = silu(b_y)
-        tl.store(p_y + i_t * dim, b_y, mask=m_d & (i_t < num_tokens))
+        tl.store(p_y + i * dim, b_y, mask=m_t)
         b_window = b_inputs[:-1]
     return b_window
 
@@ -118,7 +127,7 @@ def _conv_fwd(
     num_blocks = triton.cdiv(dim, block_d)
     _conv_fwd_kernel[(num_blocks * triton.cdiv(total, block_t),)](
         x, weight, bias, initial_states, cu_seqlens, seq_idx, y,
-        x.stride(0), total, dim, block_t,
+        total, block_t, stride_x=x.stride(0), dim=dim,
         WIDTH=width, SILU=activation == "silu", BLOCK_D=block_d, GROUP=GROUP, num_warps=4,
     )  # fmt: skip
     if not return_final_states:
