@@ -38,7 +38,8 @@ MAX_SCRATCH_BYTES = 2**31
 @gluon.jit(do_not_specialize=["num_seqs", "num_groups"])
 def _scan_fwd_kernel(
     x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, y, final_states, unroll_states,
-    stride_x, stride_dt, stride_z, dim, width, num_seqs, num_groups,
+    num_seqs, num_groups, stride_x: gl.constexpr, stride_dt: gl.constexpr, stride_z: gl.constexpr,
+    dim: gl.constexpr, width: gl.constexpr,
     SOFTPLUS: gl.constexpr, TOKENS: gl.constexpr, UNROLL: gl.constexpr, POLYNOMIAL: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -46,7 +47,7 @@ def _scan_fwd_kernel(
     TILE: gl.constexpr = tile_layout(WARPS, 1, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, TILE)
     RING: gl.constexpr = ring_layout(1)
-    num_blocks = width // BLOCK_D
+    num_blocks: gl.constexpr = width // BLOCK_D
     i_group = gl.program_id(0) // num_blocks
     o_block = gl.program_id(0) % num_blocks * BLOCK_D
 
@@ -158,7 +159,7 @@ def _scan_fwd_kernel(
 @gluon.jit
 def _stage(
     ring_x, ring_dt, ring_z, ring_B, ring_C, i_slot, p_x, p_dt, p_z, p_BC,
-    stride_x, stride_dt, stride_z, num_rows,
+    stride_x: gl.constexpr, stride_dt: gl.constexpr, stride_z: gl.constexpr, num_rows,
     TOKENS: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of a tile of tokens."""
@@ -271,9 +272,9 @@ def _launch_fwd(
     _scan_fwd_kernel[(num_blocks * num_groups,)](
         x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order,
         y, final_states, unroll_states,
-        x.stride(0), dt.stride(0), 0 if z is None else z.stride(0),
-        dim, width, num_seqs, num_groups,
-        SOFTPLUS=dt_softplus, TOKENS=16, UNROLL=unroll,
+        num_seqs, num_groups,
+        stride_x=x.stride(0), stride_dt=dt.stride(0), stride_z=0 if z is None else z.stride(0),
+        dim=dim, width=width, SOFTPLUS=dt_softplus, TOKENS=16, UNROLL=unroll,
         POLYNOMIAL=final_states is None and unroll_states is None,
         WARPS=num_warps, num_warps=num_warps, maxnreg=168,
     )  # fmt: skip
