@@ -228,6 +228,25 @@ def test_files_that_cannot_be_written_are_refused_before_a_try(memory, capsys):
     assert not Path("new.yaml").exists()
 
 
+@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize("contents", ["model = dict()\n", "\xff\xd8 a picture", "device: mine\n"])
+def test_files_of_others_are_kept_whether_it_measures_or_lists(
+    memory, monkeypatch, capsys, has_gpu, contents
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    Path("config.py").write_text(contents, encoding="latin1")
+    before = Path("config.py").read_bytes()
+    assert cli.main(["probe-batch", PACKED, "--out", "config.py"]) == 1
+    assert "a file of this tool, got config.py, which begins with" in capsys.readouterr().err
+    assert not memory.tries
+    assert Path("config.py").read_bytes() == before
+    # the config itself is no other
+    config = write_config(PACKED)
+    before = Path(config).read_bytes()
+    assert cli.main(["probe-batch", config, "--out", config]) == 1
+    assert Path(config).read_bytes() == before
+
+
 @pytest.mark.parametrize("limit", ["-1", "0", "nan", "inf"])
 def test_limits_that_are_none(memory, capsys, limit):
     assert cli.main(["probe-batch", PACKED, "--memory-limit", limit]) == 1

@@ -41,11 +41,11 @@ def main(argv: list[str] | None = None) -> int:
         cfg = read_config(args.config)
         check_config(cfg)
         shapes = plan_shapes(cfg, args.most_tokens)
+        previous = _read_previous(args.out)
         if not torch.cuda.is_available() and args.memory_limit is None:
             show_plan(shapes, args)
             return 0
         check_output("--out", args.out)
-        previous = _read_previous(args.out)
         with interrupted_by_sigterm():
             found = _probe_with_progress(args, shapes)
     except (ValueError, OSError, RuntimeError) as error:
@@ -160,7 +160,8 @@ def _check_memory_limit(limit: float | None) -> None:
 
 
 def _read_previous(path: Path) -> dict[str, Any]:
-    text = path.read_text() if path.is_file() else ""
+    # whatever there is, text or not, has to stay
+    text = path.read_text(errors="replace") if path.is_file() else ""
     if text and not text.startswith(_HEADER):
         raise ValueError(
             f"--out must be new, or a file of this tool, got {path}, which begins with "
