@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset, disable_progress_bars
+from datasets.exceptions import DatasetGenerationError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from xtuner_mamba import cli
-from xtuner_mamba.tools import lengths
+from xtuner_mamba.tools import corpus, lengths
 
 disable_progress_bars()
 ROOT = Path(__file__).parents[1]
@@ -159,11 +160,17 @@ def test_boundaries_to_copy_where_buckets_are_recommended(capsys):
         ("long.jsonl", "got 8 for 9 tokens in document 0"),
         ("empty.jsonl", "a data file must hold documents, got the empty "),
         ("blank.jsonl", "a data file must hold documents, got no row"),
-        ("half.jsonl", "length must tell of a whole number of tokens, at least 1, got 4.5 in"),
+        (
+            "half.jsonl",
+            "length must tell of a whole number of tokens, from 1 to 1,099,511,627,776, got 4.5",
+        ),
         ("none.jsonl", "got 0 in row 2"),
         ("null.jsonl", "got None in row 1"),
-        ("hollow.jsonl", "input_ids must tell of a whole number of tokens, at least 1, got 0 in"),
+        ("hollow.jsonl", "input_ids must tell of a whole number of tokens, from 1 to 1,0"),
+        ("hollow.jsonl", "776, got 0 in row 1; mend the row"),
+        ("huge.jsonl", "776, got 1e+300 in row 0; mend"),
         ("long_words.jsonl", "length must hold integers, got string"),
+        ("nowhere.py", "or the name of a template, got 'nowhere.py' ([Errno 2] No such file or"),
         ("broken.jsonl", "a data file must be whole, got JSON parse error"),
         ("string.jsonl", "input_ids must hold lists of tokens, got string"),
         ("syntax.py", "a config must be Python that runs, got SyntaxError: "),
@@ -186,6 +193,7 @@ def test_what_cannot_be_measured_is_refused(capsys, source, message):
     write("hollow.jsonl", [{"input_ids": [7]}, {"input_ids": []}])
     write("long_words.jsonl", [{"length": "long"}])
     Path("broken.jsonl").write_text('{"length": 5}\n{broken\n')
+    write("huge.jsonl", [{"length": 1e300}])
     write("string.jsonl", [{"input_ids": "abc"}])
     Path("syntax.py").write_text("x = (\n")
     Path("name.py").write_text("x = missing\n")
@@ -202,6 +210,52 @@ def test_what_cannot_be_measured_is_refused(capsys, source, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith(f"{source}: ")
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_texts_in_another_encoding_are_refused(capsys, tokenizer, monkeypatch, num_proc):
+    # an error that a process which maps hands on has another cause
+    monkeypatch.setattr("os.cpu_count", lambda: num_proc)
+    Path("latin.jsonl").write_text('{"text": "w"}\n{"text": "caf\xe9"}\n', encoding="latin1")
+    assert cli.main(["lengths", "latin.jsonl", "--tokenizer", tokenizer]) == 1
+    message = "latin.jsonl: a data file must be text in UTF-8, got the byte 0xe9 (unexpected end"
+    assert message in capsys.readouterr().err
+
+
+def test_an_encoding_that_the_reader_of_a_file_stumbles_over(capsys, monkeypatch):
+    # stands for the reader of .csv, which leaves such a file open
+    def read(reader, **options):
+        try:
+            b"caf\xe9".decode()
+        except UnicodeDecodeError as error:
+            raise DatasetGenerationError("while generating the dataset") from error
+
+    monkeypatch.setattr(corpus, "load_dataset", read)
+    Path("latin.csv").write_text("text\n")
+    assert cli.main(["lengths", "latin.csv"]) == 1
+    message = "must be text in UTF-8, got the byte 0xe9 (unexpected end of data); convert it, with"
+    assert message in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_not_there(capsys):
+    write("texts.jsonl", [{"text": "x"}])
+    assert cli.main(["lengths", "texts.jsonl", "--tokenizer", "./nowhere"]) == 1
+    error = capsys.readouterr().err
+    assert "texts.jsonl: --tokenizer must name a folder with a tokenizer, or one" in error
+    assert "got './nowhere' (" in error
+    assert error.endswith("); check the name, or save one with save_pretrained\n")
+
+
+def test_a_document_of_more_rows_than_can_be_planned(capsys):
+    write("documents.jsonl", [{"length": 5}, {"length": 2**40}])
+    assert cli.main(["lengths", "documents.jsonl"]) == 1
+    error = capsys.readouterr().err
+    assert (
+        "every max_length=8,192 tokens must add at most 16,777,216 rows, got 134,217,727" in error
+    )
+    assert "(document 1 has 1,099,511,627,776 tokens); mend that" in error
+    assert cli.main(["lengths", "documents.jsonl", "--max-length", str(2**22 + 1)]) == 1
+    assert "at most 4,194,304 to be planned, got 4,194,305; lower" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,14 @@ def test_a_config_that_cannot_train_is_refused(write_config, capsys):
     assert "--steps must be at least 1, got 0" in capsys.readouterr().err
 
 
+def test_a_config_that_is_not_there_is_told_with_the_way_to_find_one(capsys):
+    assert cli.main(["smoke", "nowhere.py"]) == 2
+    error = capsys.readouterr().err
+    assert "nowhere.py: a config must be a Python file that can be read, or the name of" in error
+    assert "got 'nowhere.py' (" in error
+    assert error.endswith("); `xtuner list-cfg -p mamba` lists the templates\n")
+
+
 def documents_of(lengths):
     rows = [[7] * n for n in lengths]
     return TokenizedDocuments(Dataset.from_dict({"input_ids": rows, "labels": rows}))

@@ -21,7 +21,7 @@ from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import no_init_weights
 
 from xtuner_mamba.tools.mamba_ssm_format import (
@@ -31,6 +31,7 @@ from xtuner_mamba.tools.mamba_ssm_format import (
     weights_from_mamba_ssm,
     weights_to_mamba_ssm,
 )
+from xtuner_mamba.tools.named_tokenizer import load_tokenizer
 
 # what PyTorch and safetensors raise for damaged files
 _UNREADABLE = (EOFError, OSError, RuntimeError, SafetensorError, TypeError, UnpicklingError)
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with console.status(f"converting {args.source}"):
             # first, so that nothing is written where there is none
-            tokenizer = AutoTokenizer.from_pretrained(args.tokenizer) if args.tokenizer else None
+            tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
             done = convert(args.source, args.target)
             if tokenizer is not None:
                 tokenizer.save_pretrained(args.target)
@@ -115,6 +116,9 @@ def convert(source: Path, target: Path) -> Conversion:
         _check_weights(weights, config)
         target.mkdir(parents=True)
         (target / "config.json").write_text(json.dumps(exported, indent=2) + "\n")
+        if tied:
+            # which a pytorch_model.bin has under both names
+            weights.pop("lm_head.weight", None)
         torch.save(weights_to_mamba_ssm(weights, tied), target / "pytorch_model.bin")
     formats = ("mamba_ssm", "transformers") if imports else ("transformers", "mamba_ssm")
     return Conversion(

@@ -13,13 +13,13 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from mmengine.config import Config
 from mmengine.logging import MMLogger
-from transformers import AutoTokenizer
 from xtuner.configs import cfgs_name_path
 from xtuner.tools.utils import set_model_resource
 
 from xtuner_mamba.dataset import document_map_fn, process_packed_dataset
 from xtuner_mamba.dataset.documents import TokenizedDocuments
 from xtuner_mamba.dataset.sources import check_source
+from xtuner_mamba.tools.named_tokenizer import load_tokenizer
 
 _READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 _PROCESSES = (
@@ -28,9 +28,11 @@ _PROCESSES = (
     "process_chunk_dataset",
     "process_hf_dataset",
 )
+# tokens of a document at most
+_LONGEST = 2**40
 # whole documents, whatever the config does with long ones: in one row that holds all of them
 _WHOLE = dict(
-    max_length=2**40,
+    max_length=_LONGEST,
     too_long="split",
     packing="wrap",
     shuffle_before_pack=False,
@@ -93,13 +95,15 @@ def read_config(source: str, needed: Sequence[str] = ()) -> Config:
         needed: What it must set.
 
     Raises:
-        OSError: There is no such file.
-        ValueError: It does not run, or does not set what is needed.
+        ValueError: There is no such file, it does not run, or does not set what is needed.
     """
     try:
         cfg = Config.fromfile(cfgs_name_path.get(source, source))
-    except OSError:
-        raise
+    except OSError as error:
+        raise ValueError(
+            f"a config must be a Python file that can be read, or the name of a template, got "
+            f"{source!r} ({error}); `xtuner list-cfg -p mamba` lists the templates"
+        ) from error
     # it runs the config, which can fail in any way
     except Exception as error:
         raise ValueError(
@@ -134,11 +138,8 @@ def read_documents(cfg: Config) -> TokenizedDocuments:
 
 def _load_file(reader: str, source: str) -> Dataset:
     try:
-        return load_dataset(reader, data_files=source, split="train")
-    except DatasetGenerationError as error:
-        raise ValueError(
-            f"a data file must be whole, got {error.__cause__ or error}; mend it, or write it anew"
-        ) from error
+        with _files_explained():
+            return load_dataset(reader, data_files=source, split="train")
     except ValueError as error:
         # what datasets says of a file that has no row
         if "corresponds to no data" not in str(error):
@@ -168,7 +169,7 @@ def _lengths_of_rows(rows: Dataset, tokenizer: str | None) -> np.ndarray:
         raise ValueError(
             "a tokenizer must be given for the column text, got none; add --tokenizer PATH"
         )
-    built = AutoTokenizer.from_pretrained(tokenizer)
+    built = load_tokenizer(tokenizer)
     documents = _tokenize(dict(dataset=rows, tokenizer=built, dataset_map_fn=document_map_fn))
     return documents.lengths[documents.has_label]
 
@@ -180,18 +181,39 @@ def _check_lengths(name: str, lengths: pa.ChunkedArray) -> np.ndarray:
             f"{name} must hold integers, got {lengths.type}; count the tokens of each document"
         )
     counts = pc.and_(pc.greater_equal(lengths, 1), pc.equal(lengths, pc.floor(lengths)))
+    # a sum of them must be an int64, too
+    counts = pc.and_(counts, pc.less_equal(lengths, _LONGEST))
     row = pc.index(pc.fill_null(counts, False), False).as_py()
     if row >= 0:
         raise ValueError(
-            f"{name} must tell of a whole number of tokens, at least 1, got "
+            f"{name} must tell of a whole number of tokens, from 1 to {_LONGEST:,}, got "
             f"{lengths[row].as_py()} in row {row}; mend the row, or leave it out"
         )
     return lengths.to_numpy().astype(np.int64)
 
 
 def _tokenize(arguments: dict) -> TokenizedDocuments:
-    with quiet():
+    with quiet(), _files_explained():
         return process_packed_dataset(**arguments | _WHOLE).documents
+
+
+@contextmanager
+def _files_explained() -> Iterator[None]:
+    """Say of a data file that cannot be read what to do about it."""
+    try:
+        yield
+    except (DatasetGenerationError, UnicodeDecodeError) as error:
+        # a process that maps hands its error on with another cause
+        is_known = isinstance(error, UnicodeDecodeError) or error.__cause__ is None
+        cause = error if is_known else error.__cause__
+        if isinstance(cause, UnicodeDecodeError):
+            raise ValueError(
+                f"a data file must be text in UTF-8, got the byte {cause.object[cause.start]:#x} "
+                f"({cause.reason}); convert it, with `iconv -f latin1 -t utf-8` for example"
+            ) from error
+        raise ValueError(
+            f"a data file must be whole, got {cause}; mend it, or write it anew"
+        ) from error
 
 
 @contextmanager

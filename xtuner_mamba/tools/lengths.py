@@ -16,11 +16,15 @@ from rich.table import Table
 
 from xtuner_mamba.dataset.length_advice import Advice, advise
 from xtuner_mamba.dataset.lengths import LengthReport, analyse_lengths
-from xtuner_mamba.tools.corpus import read_corpus
+from xtuner_mamba.tools.corpus import Corpus, read_corpus
 from xtuner_mamba.tools.output_path import check_picture
 
 _DEFAULT_MAX_LENGTH = 8192
 _DEFAULT_TOKENS = 16_000
+# tokens of a row, since packing keeps a list of that many entries
+_LONGEST_ROW = 2**22
+# rows that long documents may add to those of the others: each is planned, in a minute at most
+_MOST_ADDED_ROWS = 2**24
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,11 +32,13 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse_args(argv)
     try:
         corpus = read_corpus(args.source, args.tokenizer)
+        max_length = args.max_length or corpus.max_length or _DEFAULT_MAX_LENGTH
+        _check_rows(corpus, max_length)
         # sizes are of the config's boundaries, and not of a budget
         measured = None if args.boundaries or args.tokens_per_batch else corpus.batch_sizes
         report = analyse_lengths(
             corpus.lengths,
-            args.max_length or corpus.max_length or _DEFAULT_MAX_LENGTH,
+            max_length,
             boundaries=args.boundaries or corpus.boundaries,
             tokens_per_batch=args.tokens_per_batch or corpus.tokens_per_batch or _DEFAULT_TOKENS,
             batch_sizes=measured,
@@ -111,6 +117,25 @@ def draw(report: LengthReport, path: Path) -> None:
     right.set(xlabel="% of places without a token", title="Padding, or unused")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _check_rows(corpus: Corpus, max_length: int) -> None:
+    if max_length > _LONGEST_ROW:
+        raise ValueError(
+            f"max_length must be at most {_LONGEST_ROW:,} to be planned, got {max_length:,}; lower "
+            "--max-length"
+        )
+    if corpus.too_long not in ("split", "error"):
+        return
+    lengths = corpus.lengths
+    added = int((-(-lengths // max_length) - 1).sum())
+    if added > _MOST_ADDED_ROWS:
+        raise ValueError(
+            f"documents cut every max_length={max_length:,} tokens must add at most "
+            f"{_MOST_ADDED_ROWS:,} rows, got {added:,} (document {lengths.argmax()} has "
+            f"{lengths.max():,} tokens); mend that if it is a mistake, raise --max-length, or "
+            "measure a sample"
+        )
 
 
 def _parse_args(argv: list[str] | None) -> argparse.Namespace:
