@@ -102,8 +102,10 @@ def _conv_bwd_kernel(
 
     if dfilter is not None:
         p_sum = dfilter + i_block.to(tl.int64) * (WIDTH + 1) * dim + o_d
-        for i in tl.static_range(WIDTH + 1):
-            tl.store(p_sum + i * dim, b_dfilter[i], mask=m_d)
+        # as the filter has them, the oldest token's first
+        for i in tl.static_range(WIDTH):
+            tl.store(p_sum + (WIDTH - 1 - i) * dim, b_dfilter[i], mask=m_d)
+        tl.store(p_sum + WIDTH * dim, b_dfilter[WIDTH], mask=m_d)
 
 
 @triton.jit
@@ -292,7 +294,7 @@ def _conv_bwd(
     dweight = dbias = dinitial_states = None
     if dfilter is not None:
         dfilter = dfilter.sum(0)
-        dweight, dbias = dfilter[:width].flip(0).t(), dfilter[width]
+        dweight, dbias = dfilter[:width].t(), dfilter[width]
     if initial_states is not None:
         dinitial_states = torch.empty_like(initial_states)
         _conv_bwd_states_kernel[(num_blocks * num_seqs,)](

@@ -358,12 +358,9 @@ def _scan_bwd(
             SOFTPLUS=dt_softplus, GROUP=GROUP, TOKENS=8, FLUSH_TOKENS=_FLUSH_TOKENS,
             WARPS=num_warps, num_warps=num_warps, maxnreg=255,
         )  # fmt: skip
-        if needs_dA:
-            dA[:, channels] = dA_parts.sum(0)
-        if D is not None:
-            dD[channels] = dD_parts.sum(0)
-        if dt_bias is not None:
-            ddt_bias[channels] = ddt_bias_parts.sum(0)
+        for parts, whole in ((dA_parts, dA), (dD_parts, dD), (ddt_bias_parts, ddt_bias)):
+            if whole is not None:
+                torch.sum(parts, 0, out=cut(whole))
         if needs_dBC:
             dBC = dBC_parts.sum(0) if dBC is None else dBC + dBC_parts.sum(0)
     return dx, ddt, dA, dBC, dD, ddt_bias, dinitial_states
