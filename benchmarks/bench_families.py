@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass, fields
 from datetime import date
 from itertools import pairwise
@@ -377,6 +378,7 @@ def main(argv: list[str] | None = None) -> int:
                 rows.append(run(case, Path(folder), args.tokens, args.steps))
             # whatever it is, the other cases are still to be run
             except Exception as error:
+                traceback.print_exc()
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
                 rows.append(Row(case.name, case.template, failure=text))
             print(

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -380,8 +381,8 @@ def attempt(part: Part) -> tuple[list[str], list[str]]:
         return part()
     # whatever it is, it must not cost the results of the others
     except Exception as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return ["No result."], [f"{type(error).__name__}: {str(error).splitlines()[0]}"]
+        traceback.print_exc()
+        return ["No result."], [f"{type(error).__name__}: {error}".splitlines()[0]]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 
@@ -153,8 +154,9 @@ def prove_each(
             exact = dtype is torch.float64
             proofs[name] = prove(build) if exact else prove_rounded(build, dtype, device)
         # whatever it is, the others are still to be proven
-        except Exception as error:
-            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        except Exception:
+            print(f"{name} does not run:", file=sys.stderr)
+            traceback.print_exc()
     return proofs
 
 
