@@ -30,7 +30,8 @@ from xtuner_mamba.engine.hooks import (
     ThroughputHook,
 )
 from xtuner_mamba.integration import config_rewrites, deepspeed
-from xtuner_mamba.integration.config_checks import ConfigError, check_packed_training, type_name
+from xtuner_mamba.integration.config_checks import check_packed_training
+from xtuner_mamba.integration.config_parts import ConfigError, type_name
 from xtuner_mamba.integration.convert import build_what_was_trained
 from xtuner_mamba.integration.train import CheckCfg
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE

@@ -6,7 +6,8 @@ from mmengine.config import Config, ConfigDict
 from mmengine.config.lazy import LazyObject
 from mmengine.logging import print_log
 
-from xtuner_mamba.integration.config_checks import ConfigError, is_covered, type_name, walk
+from xtuner_mamba.integration.config_checks import is_covered
+from xtuner_mamba.integration.config_parts import ConfigError, type_name, walk
 
 # by XTuner's name: what stands in for it, and the arguments that differ (None: there is none)
 _EXACT_MODELS = {

@@ -19,7 +19,7 @@ from mmengine.dist import is_distributed
 from mmengine.logging import print_log
 from torch import nn
 
-from xtuner_mamba.integration.config_checks import type_name
+from xtuner_mamba.integration.config_parts import type_name
 from xtuner_mamba.integration.config_rewrites import PACKED_MODELS
 from xtuner_mamba.model.dispatch import DISPATCH_TABLE, token_mixers
 

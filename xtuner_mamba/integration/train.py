@@ -47,7 +47,8 @@ class CheckCfg:
             SystemExit: The config cannot train; the message says why and what to do.
         """
         from xtuner_mamba.integration import deepspeed
-        from xtuner_mamba.integration.config_checks import ConfigError, check_packed_training
+        from xtuner_mamba.integration.config_checks import check_packed_training
+        from xtuner_mamba.integration.config_parts import ConfigError
         from xtuner_mamba.integration.config_rewrites import fit_cpu, train_exactly
 
         fit_cpu(cfg, args)

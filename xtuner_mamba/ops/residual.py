@@ -35,7 +35,7 @@ def add_to_residual(residual: Tensor, update: Tensor) -> Tensor:
         )
     for tensor in (residual, update):
         check_triton_takes(tensor, "add them in plain PyTorch")
-    # kernels are launched on the current device, which need not be that of x
+    # kernels are launched on the current device, which need not be that of residual
     with torch.cuda.device_of(residual):
         return AddToResidualFunction.apply(residual, update)
 

@@ -11,7 +11,7 @@ import torch
 from mmengine.config import Config
 from mmengine.runner import Runner
 
-from xtuner_mamba.integration.config_checks import type_name
+from xtuner_mamba.integration.config_parts import type_name
 from xtuner_mamba.tools import fresh_process
 
 # in the work_dir

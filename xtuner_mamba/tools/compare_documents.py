@@ -10,7 +10,7 @@ from xtuner_mamba.dataset.boundaries import optimal_boundaries, padding_share
 from xtuner_mamba.dataset.documents import TokenizedDocuments
 from xtuner_mamba.dataset.lengths import choose_bucket_count
 from xtuner_mamba.dataset.plan import PackPlan, Pieces, cut_pieces
-from xtuner_mamba.integration.config_checks import type_name
+from xtuner_mamba.integration.config_parts import type_name
 from xtuner_mamba.layout import IGNORE_INDEX
 from xtuner_mamba.tools.corpus import read_documents
 

@@ -4,7 +4,7 @@ from statistics import fmean, pstdev
 
 from xtuner_mamba.dataset.length_advice import coarse_buckets, seldom_seen
 from xtuner_mamba.engine.step_windows import count_targets, layout_of_batch
-from xtuner_mamba.integration.config_checks import type_name
+from xtuner_mamba.integration.config_parts import type_name
 from xtuner_mamba.layout import IGNORE_INDEX
 from xtuner_mamba.tools.checkup import Finding, NotApplicable
 from xtuner_mamba.tools.log_checks import read_log

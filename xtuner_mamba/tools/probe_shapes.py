@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mmengine.config import Config
 
-from xtuner_mamba.integration.config_checks import type_name
+from xtuner_mamba.integration.config_parts import type_name
 from xtuner_mamba.tools.batch_search import find_limit
 
 MARGIN = 0.85

@@ -27,7 +27,8 @@ from xtuner_mamba.dataset.documents import TokenizedDocuments
 from xtuner_mamba.dataset.lengths import LengthReport, analyse_lengths
 from xtuner_mamba.engine import TokenAccumulationOptimWrapper
 from xtuner_mamba.engine.hooks import CarriedStateHook, PackedLayoutHook
-from xtuner_mamba.integration.config_checks import ConfigError, check_packed_training, type_name
+from xtuner_mamba.integration.config_checks import check_packed_training
+from xtuner_mamba.integration.config_parts import ConfigError, type_name
 from xtuner_mamba.integration.config_rewrites import fit_cpu, train_exactly
 from xtuner_mamba.tools.corpus import quiet, read_config, read_documents
 from xtuner_mamba.tools.sample_batch import SampleBatch, choose_pieces, find_documents
