@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xtuner_mamba.ops.triton_support import check_triton_takes
+from xtuner_mamba.ops.triton_support import cdiv, check_triton_takes
 
 _BLOCK = 4096
 
@@ -49,7 +49,7 @@ class AddToResidualFunction(torch.autograd.Function):
         residual, update = residual.contiguous(), update.contiguous()
         total = torch.empty_like(residual)
         size = residual.numel()
-        _add_kernel[(triton.cdiv(size, _BLOCK),)](
+        _add_kernel[(cdiv(size, _BLOCK),)](
             residual, update, total, size, BLOCK=_BLOCK, num_warps=8
         )
         return total

@@ -23,6 +23,7 @@ from xtuner_mamba.ops.causal_conv1d.triton_window import (
     load_window,
 )
 from xtuner_mamba.ops.triton_math import add_compensated, sigmoid
+from xtuner_mamba.ops.triton_support import cdiv
 
 
 # these change from step to step: a kernel for each of their divisors would be compiled in turn
@@ -277,8 +278,8 @@ def _conv_bwd(
     """
     (total, dim), width, num_seqs = x.shape, weight.shape[1], len(cu_seqlens) - 1
     block_t, block_d, num_warps = tokens_of_a_program(total), 128, 2
-    num_blocks = triton.cdiv(dim, block_d)
-    num_parts = triton.cdiv(total, block_t)
+    num_blocks = cdiv(dim, block_d)
+    num_parts = cdiv(total, block_t)
     dfilter = None
     if needs_dfilter:
         dfilter = torch.empty((num_parts, width + 1, dim), dtype=torch.float32, device=x.device)

@@ -17,6 +17,7 @@ from xtuner_mamba.ops.causal_conv1d.triton_window import (
     load_window,
 )
 from xtuner_mamba.ops.triton_math import silu
+from xtuner_mamba.ops.triton_support import cdiv, next_power_of_2
 
 # rows whose loads are under way together
 GROUP = 8
@@ -114,7 +115,7 @@ def _conv_final_states_kernel(
 
 def tokens_of_a_program(total: int) -> int:
     """Return how many tokens of a row a program walks: fewer in a short row, to fill the GPU."""
-    return min(128, max(16, triton.next_power_of_2(total) // 512))
+    return min(128, max(16, next_power_of_2(total) // 512))
 
 
 def _conv_fwd(
@@ -124,8 +125,8 @@ def _conv_fwd(
     (total, dim), width, num_seqs = x.shape, weight.shape[1], len(cu_seqlens) - 1
     y = torch.empty((total, dim), dtype=x.dtype, device=x.device)
     block_t, block_d = tokens_of_a_program(total), 512
-    num_blocks = triton.cdiv(dim, block_d)
-    _conv_fwd_kernel[(num_blocks * triton.cdiv(total, block_t),)](
+    num_blocks = cdiv(dim, block_d)
+    _conv_fwd_kernel[(num_blocks * cdiv(total, block_t),)](
         x, weight, bias, initial_states, cu_seqlens, seq_idx, y,
         total, block_t, stride_x=x.stride(0), dim=dim,
         WIDTH=width, SILU=activation == "silu", BLOCK_D=block_d, GROUP=GROUP, num_warps=4,

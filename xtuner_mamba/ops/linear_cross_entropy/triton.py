@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xtuner_mamba.layout import IGNORE_INDEX
-from xtuner_mamba.ops.triton_support import check_triton_takes
+from xtuner_mamba.ops.triton_support import cdiv, check_triton_takes, next_power_of_2
 
 # logits of a slice: fewer slices round the weight's gradient less often and read it less often
 _MAX_SLICE_BYTES = 2**29
@@ -91,16 +91,16 @@ def _linear_cross_entropy_fwd(
     losses = torch.empty(total, dtype=torch.float32, device=x.device)
     dx = torch.empty_like(x) if needs_dx else None
     dweight = torch.zeros_like(weight, dtype=torch.float32) if needs_dweight else None
-    num_slices = triton.cdiv(total * vocab * x.element_size(), _MAX_SLICE_BYTES)
+    num_slices = cdiv(total * vocab * x.element_size(), _MAX_SLICE_BYTES)
     # slices of about one size, none too short to fill the GPU
-    slice_t = triton.cdiv(total, num_slices)
+    slice_t = cdiv(total, num_slices)
     for first in range(0, total, slice_t):
         rows = slice(first, min(first + slice_t, total))
         logits = x[rows] @ weight.t()
         _cross_entropy_kernel[(len(logits),)](
             logits, targets[rows], losses[rows], vocab,
             IGNORE=IGNORE_INDEX, NEEDS_GRAD=needs_dx or needs_dweight,
-            BLOCK_V=min(4096, triton.next_power_of_2(vocab)), num_warps=8,
+            BLOCK_V=min(4096, next_power_of_2(vocab)), num_warps=8,
         )  # fmt: skip
         if needs_dx:
             torch.mm(logits, weight, out=dx[rows])

@@ -6,7 +6,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xtuner_mamba.ops.triton_support import check_triton_takes, with_unit_stride
+from xtuner_mamba.ops.triton_support import (
+    cdiv,
+    check_triton_takes,
+    next_power_of_2,
+    with_unit_stride,
+)
 
 # tokens that a program of the backward sums the gradient of the weight over
 _BLOCK_T = 32
@@ -116,7 +121,7 @@ def _norm_fwd(
     _norm_fwd_kernel[(total,)](
         x, weight, y, rounded, scales, residual, x.stride(0), dim, eps,
         ROUND=rounded is not x, HAS_RESIDUAL=residual is not x,
-        BLOCK_D=triton.next_power_of_2(dim), num_warps=4,
+        BLOCK_D=next_power_of_2(dim), num_warps=4,
     )  # fmt: skip
     return y, rounded, scales, residual
 
@@ -126,13 +131,13 @@ def _norm_bwd(
     x_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     total, dim = rounded.shape
-    num_blocks = triton.cdiv(total, _BLOCK_T)
+    num_blocks = cdiv(total, _BLOCK_T)
     dx = torch.empty((total, dim), dtype=x_dtype, device=dy.device)
     dweights = torch.empty((num_blocks, dim), dtype=torch.float32, device=dy.device)
     _norm_bwd_kernel[(num_blocks,)](
         dy, dresidual, rounded, scales, weight, dx, dweights, dy.stride(0),
         0 if dresidual is None else dresidual.stride(0), rounded.stride(0), total, dim,
         HAS_DRESIDUAL=dresidual is not None,
-        BLOCK_D=triton.next_power_of_2(dim), BLOCK_T=_BLOCK_T, num_warps=8,
+        BLOCK_D=next_power_of_2(dim), BLOCK_T=_BLOCK_T, num_warps=8,
     )  # fmt: skip
     return dx, dweights.sum(0).to(weight.dtype)

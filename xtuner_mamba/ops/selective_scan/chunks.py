@@ -22,6 +22,7 @@ from torch import Tensor
 from xtuner_mamba.layout import derived_from, offsets_on_host
 from xtuner_mamba.ops.selective_scan.triton_tile import decay, next_state
 from xtuner_mamba.ops.triton_math import silu, step_size
+from xtuner_mamba.ops.triton_support import cdiv, next_power_of_2
 
 # groups of 64 channels that an H200 takes forward at once, 12 in each of 132 multiprocessors
 _PARALLEL = 1584
@@ -77,7 +78,7 @@ def _schedule(cu_seqlens: Tensor, dim: int) -> tuple[Tensor, Chunks | None]:
 
     offsets = offsets_on_host(cu_seqlens)
     # tokens that each goes through if all are busy to the end
-    fair = offsets[-1] * triton.cdiv(dim, 64) / _PARALLEL
+    fair = offsets[-1] * cdiv(dim, 64) / _PARALLEL
     longest, size = _limits(fair)
     cuts, cu_chunks, seqs = [0], [0], []
     for i_seq, (start, end) in enumerate(pairwise(offsets)):
@@ -98,7 +99,7 @@ def _limits(fair: float) -> tuple[int, int]:
 
     A cut saves nothing where the GPU is busy all the same, and costs an exponential.
     """
-    size = min(max(triton.next_power_of_2(int(fair) + 1) // 4, _MIN_CHUNK), _MAX_CHUNK)
+    size = min(max(next_power_of_2(int(fair) + 1) // 4, _MIN_CHUNK), _MAX_CHUNK)
     return max(int(2 * fair), 2 * size), size
 
 
@@ -213,12 +214,12 @@ def adjoints_after_chunks(
 def _run_chunks(x, dt, A, BC, z, dt_bias, chunks, dt_softplus, *, reverse):
     (dstate, dim), num_chunks = A.shape, len(chunks.seqs)
     states, times = A.new_empty(num_chunks, dstate, dim), A.new_empty(num_chunks, dim)
-    block_n = triton.next_power_of_2(dstate)
+    block_n = next_power_of_2(dstate)
     # as in the forward kernel, which says why
     shape = {"VECTOR": 1, "BLOCK_D": 128}
     if x.element_size() == 2 and block_n <= 16:
         shape = {"VECTOR": 2, "BLOCK_D": 256, "maxnreg": 128}
-    _chunk_kernel[(triton.cdiv(dim, shape["BLOCK_D"]) * num_chunks,)](
+    _chunk_kernel[(cdiv(dim, shape["BLOCK_D"]) * num_chunks,)](
         x, dt, A, BC, z, dt_bias, chunks.cu_seqlens, chunks.cu_chunks, chunks.seqs, states, times,
         x.stride(0), dt.stride(0), 0 if z is None else z.stride(0), dim,
         REVERSE=reverse, SOFTPLUS=dt_softplus, DSTATE=dstate,
@@ -231,9 +232,9 @@ def _carry(states, times, A, ends, chunks, *, reverse):
     dstate, dim = A.shape
     carried = torch.empty_like(states)
     block_d = 64
-    _carry_kernel[(triton.cdiv(dim, block_d) * (len(chunks.cu_chunks) - 1),)](
+    _carry_kernel[(cdiv(dim, block_d) * (len(chunks.cu_chunks) - 1),)](
         states, times, A, ends, chunks.cu_chunks, carried, dim,
-        REVERSE=reverse, DSTATE=dstate, BLOCK_N=triton.next_power_of_2(dstate), BLOCK_D=block_d,
+        REVERSE=reverse, DSTATE=dstate, BLOCK_N=next_power_of_2(dstate), BLOCK_D=block_d,
         num_warps=2,
     )  # fmt: skip
     return carried

@@ -6,7 +6,6 @@ states alone.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +26,7 @@ from xtuner_mamba.ops.selective_scan.gluon_tile import (
     tile_layout,
     tile_offsets,
 )
+from xtuner_mamba.ops.triton_support import cdiv
 
 # tokens whose states a thread of the backward holds in registers
 GROUP = 4
@@ -266,7 +266,7 @@ def _launch_fwd(
     width, num_seqs = x.shape[1], len(order)
     num_warps = warps_of(width, 64)
     num_blocks = width // (64 * num_warps)
-    num_groups = min(num_seqs, triton.cdiv(_MAX_PROGRAMS, num_blocks))
+    num_groups = min(num_seqs, cdiv(_MAX_PROGRAMS, num_blocks))
     if y is None:
         D = z = None
     _scan_fwd_kernel[(num_blocks * num_groups,)](

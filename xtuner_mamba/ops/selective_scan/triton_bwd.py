@@ -27,6 +27,7 @@ from xtuner_mamba.ops.selective_scan.triton_tile import (
     sum_states,
 )
 from xtuner_mamba.ops.triton_math import add_compensated, sigmoid, step_size
+from xtuner_mamba.ops.triton_support import cdiv, next_power_of_2
 
 # programs of 32 channels: enough to fill a large GPU several times, few enough to bound the
 # scratch memory of all of them together
@@ -296,12 +297,12 @@ def _scan_bwd(
     program, both bounded by ``_MAX_PROGRAMS``. All are summed in a fixed order.
     """
     (total, dim), dstate, num_seqs = x.shape, A.shape[0], len(order)
-    block_n = triton.next_power_of_2(dstate)
+    block_n = next_power_of_2(dstate)
     # SUB states of block_n numbers must fit into the registers of a thread
     sub = max(1, min(4, 64 // block_n))
     num_warps = 4
     block_d = 32 * num_warps
-    num_blocks = triton.cdiv(dim, block_d)
+    num_blocks = cdiv(dim, block_d)
     num_groups = min(num_seqs, max(1, _MAX_PROGRAMS // (num_blocks * num_warps)))
 
     def partial(wanted: bool, *shape: int) -> Tensor | None:
@@ -309,7 +310,7 @@ def _scan_bwd(
 
     dx, ddt = (torch.empty((total, dim), dtype=t.dtype, device=x.device) for t in (x, dt))
     dA = A.new_zeros(num_groups, dstate, dim) if needs_dA else None
-    dBC = partial(needs_dBC, triton.cdiv(dim, 32), total, 2 * dstate)
+    dBC = partial(needs_dBC, cdiv(dim, 32), total, 2 * dstate)
     dD = partial(D is not None, num_groups, dim)
     ddt_bias = partial(dt_bias is not None, num_groups, dim)
     dinitial_states = partial(initial_states is not None, num_seqs, dstate, dim)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xtuner_mamba.ops.selective_scan.triton_tile import next_state, sum_states
 from xtuner_mamba.ops.triton_math import silu, step_size
+from xtuner_mamba.ops.triton_support import cdiv, next_power_of_2
 
 # tokens between two states that the forward keeps for the backward
 CHUNK = 64
@@ -103,13 +104,13 @@ def _scan_fwd(
     if needs_backward:
         chunk_states = A.new_empty(total // CHUNK, dstate, dim)
 
-    block_n = triton.next_power_of_2(dstate)
+    block_n = next_power_of_2(dstate)
     shape = {"VECTOR": 1, "BLOCK_D": 128}
     if x.element_size() == 2 and block_n <= 16:
         # two channels a thread are the 4 bytes that a copy to shared memory takes at least; 128
         # registers let four programs run on a multiprocessor, where Triton's choice lets two
         shape = {"VECTOR": 2, "BLOCK_D": 256, "maxnreg": 128}
-    _scan_fwd_kernel[(triton.cdiv(dim, shape["BLOCK_D"]) * num_seqs,)](
+    _scan_fwd_kernel[(cdiv(dim, shape["BLOCK_D"]) * num_seqs,)](
         x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order,
         y, final_states, chunk_states,
         x.stride(0), dt.stride(0), 0 if z is None else z.stride(0), dim,
