@@ -13,7 +13,8 @@ import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 WARP = 32
 _INT = {"s16": np.int16, "s32": np.int32, "s64": np.int64, "u16": np.uint16, "u32": np.uint32}
@@ -102,7 +103,7 @@ class SharedMemory:
 
 
 class EmulatedKernel:
-    """Stands for a Gluon kernel: launched like it, compiled for a Hopper GPU, run here."""
+    """Stands for a kernel: launched like it, compiled for a Hopper GPU, run here."""
 
     def __init__(self, kernel) -> None:
         self.kernel, self.compiled = kernel, {}
@@ -124,8 +125,9 @@ class EmulatedKernel:
             signature = {name: types.get(name, "constexpr") for name in self.kernel.arg_names}
             key = str((signature, constants, attributes))
             if key not in self.compiled:
+                source = GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource
                 self.compiled[key] = triton.compile(
-                    GluonASTSource(self.kernel, signature, constants, attributes),
+                    source(self.kernel, signature, constants, attributes),
                     target=GPUTarget("cuda", 90, 32),
                     options={"num_warps": num_warps, "maxnreg": maxnreg},
                 )
@@ -382,7 +384,7 @@ class _Block:
         size = np.dtype(dtype).itemsize
         chosen = np.arange(self.num_threads) if active is None else np.flatnonzero(active)
         space = self.memory
-        if mods[0] == "shared":
+        if mods[0].startswith("shared"):
             space = self.shared
             width = size * len(names)
             space.check(address[chosen], width, space.warp[chosen], write=False)
@@ -398,7 +400,7 @@ class _Block:
         address, size = self._address(operands[0]), np.dtype(dtype).itemsize
         chosen = np.arange(self.num_threads) if active is None else np.flatnonzero(active)
         space = self.memory
-        if mods[0] == "shared":
+        if mods[0].startswith("shared"):
             space = self.shared
             space.check(address[chosen], size * len(names), space.warp[chosen], write=True)
         for i, name in enumerate(names):
@@ -426,7 +428,9 @@ class _Block:
 
     def _shfl(self, mods, operands, active):
         value, tid = self._get(operands[1], "b32"), np.arange(self.num_threads)
-        self._set(operands[0], value[tid ^ int(operands[2])])
+        lane = self._get(operands[2], "b32")
+        source = tid ^ lane if mods[1] == "bfly" else tid // WARP * WARP + lane
+        self._set(operands[0], value[source])
 
     def _bar(self, mods, operands, active):
         self.shared.epoch += 1

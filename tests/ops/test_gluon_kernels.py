@@ -65,11 +65,13 @@ def _emulated_kernels(monkeypatch):
 
 
 def kernels():
-    from xtuner_mamba.ops.selective_scan import gluon_bwd, gluon_fwd
+    from xtuner_mamba.ops.selective_scan import gluon_bwd, gluon_fwd, gpu_layout
 
     return [
         (gluon_fwd, "_scan_fwd_kernel"),
         (gluon_bwd, "_scan_bwd_kernel"),
+        (gpu_layout, "_weights_kernel"),
+        (gpu_layout, "_sum_kernel"),
     ]
 
 

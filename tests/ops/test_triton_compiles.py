@@ -25,7 +25,7 @@ CONV |= {"stride_x": 8192, "stride_dy": 4096, "stride_dy_fork": 4096, "stride_dx
 def kernels():
     from xtuner_mamba.ops.causal_conv1d import triton_bwd as conv_bwd
     from xtuner_mamba.ops.causal_conv1d import triton_fwd as conv_fwd
-    from xtuner_mamba.ops.selective_scan import chunks, triton_bwd, triton_fwd
+    from xtuner_mamba.ops.selective_scan import chunks, gpu_layout, triton_bwd, triton_fwd
 
     stages = {"VECTOR": 1, "NUM_STAGES": 4}
     return {
@@ -35,8 +35,11 @@ def kernels():
         "chunks from the end": (chunks._chunk_kernel, {"REVERSE": True} | stages),
         "carry": (chunks._carry_kernel, {"REVERSE": False}),
         "carry from the end": (chunks._carry_kernel, {"REVERSE": True}),
+        "weights": (gpu_layout._weights_kernel, {"BLOCK": 64, "dim": 4096}),
+        "sums": (gpu_layout._sum_kernel, {"BLOCK": 64, "ROWS": 16, "dim": 4096, "width": 1024}),
         "conv forward": (conv_fwd._conv_fwd_kernel, {}),
         "conv backward": (conv_bwd._conv_bwd_kernel, {}),
+        "conv sums": (conv_bwd._sum_filter_kernel, {"BLOCK": 32, "ROWS": 32}),
     }
 
 
@@ -46,7 +49,7 @@ def test_all_of_this_file_without_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "8 passed, 1 skipped" in run.stdout, run.stdout
+    assert "11 passed, 1 skipped" in run.stdout, run.stdout
 
 
 @pytest.mark.skipif(not COMPILES, reason="the test above runs it, or a GPU runs the kernels")
@@ -59,8 +62,11 @@ def test_all_of_this_file_without_the_interpreter():
         "chunks from the end",
         "carry",
         "carry from the end",
+        "weights",
+        "sums",
         "conv forward",
         "conv backward",
+        "conv sums",
     ],
 )
 def test_compiles(name):
@@ -84,6 +90,7 @@ def test_compiles(name):
             "total",
             "num_seqs",
             "num_groups",
+            "num_parts",
             "block_t",
         ):
             signature[arg] = "i32"

@@ -1,5 +1,7 @@
 """What all ops ask of their tensors."""
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -17,11 +19,14 @@ def check_tensors(x: Tensor, cu_seqlens: Tensor | None, **others: Tensor | None)
     Raises:
         ValueError: A tensor holds something else, or lies on another device.
     """
+    device = x.device
     for name, tensor in {"x": x, **others}.items():
-        if tensor is not None and not tensor.is_floating_point():
+        if tensor is None:
+            continue
+        if not tensor.is_floating_point():
             raise ValueError(f"{name} must have a floating-point dtype, got {tensor.dtype}")
-    for name, tensor in others.items():
-        _check_device(name, tensor, "x", x)
+        if tensor.device != device:
+            _refuse_device(name, tensor, "x", x)
     check_boundaries("x", x, cu_seqlens)
 
 
@@ -41,15 +46,15 @@ def check_boundaries(name: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
             f"cu_seqlens must be a tensor, got {cu_seqlens!r}; build it with "
             "PackedLayout.from_lengths"
         )
-    _check_device("cu_seqlens", cu_seqlens, name, x)
+    if cu_seqlens is not None and cu_seqlens.device != x.device:
+        _refuse_device("cu_seqlens", cu_seqlens, name, x)
 
 
-def _check_device(name: str, tensor: Tensor | None, main_name: str, x: Tensor) -> None:
-    if tensor is not None and tensor.device != x.device:
-        raise ValueError(
-            f"{name} must be on the device of {main_name}, {x.device}, got {tensor.device}; "
-            f"take {name}.to({main_name}.device)"
-        )
+def _refuse_device(name: str, tensor: Tensor, main_name: str, x: Tensor) -> NoReturn:
+    raise ValueError(
+        f"{name} must be on the device of {main_name}, {x.device}, got {tensor.device}; "
+        f"take {name}.to({main_name}.device)"
+    )
 
 
 def check_shapes(expected: dict[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:

@@ -49,9 +49,7 @@ class AddToResidualFunction(torch.autograd.Function):
         residual, update = residual.contiguous(), update.contiguous()
         total = torch.empty_like(residual)
         size = residual.numel()
-        _add_kernel[(cdiv(size, _BLOCK),)](
-            residual, update, total, size, BLOCK=_BLOCK, num_warps=8
-        )
+        _add_kernel[(cdiv(size, _BLOCK),)](residual, update, total, size, BLOCK=_BLOCK, num_warps=8)
         return total
 
     @staticmethod

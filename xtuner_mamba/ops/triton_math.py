@@ -1,4 +1,4 @@
-"""Functions of one value that the kernels share, good to about one rounding of float32.
+"""Functions that the kernels share, good to about one rounding of float32.
 
 Step sizes live between 0.001 and 0.1. There a hardware logarithm of ``1 + exp(v)`` keeps half of
 float32's digits, ``1 - exp(-dt)`` few more, and an exponent rounded before ``exp2`` loses two bits.
@@ -73,3 +73,15 @@ def add_compensated(b_sum, b_rest, b_v):
     b_v -= b_rest
     b_new = b_sum + b_v
     return b_new, (b_new - b_sum) - b_v
+
+
+@triton.jit
+def sum_rows(p_first, m, num_rows, stride, ROWS: tl.constexpr):
+    """Sum the numbers from each pointer on, ``stride`` apart, in ``ROWS`` chains."""
+    o_row = tl.arange(0, ROWS)
+    b_sums = tl.zeros((ROWS, p_first.shape[0]), dtype=tl.float32)
+    for i_row in range(0, num_rows, ROWS):
+        m_row = (i_row + o_row < num_rows)[:, None] & m[None, :]
+        p_row = p_first[None, :] + (i_row + o_row).to(tl.int64)[:, None] * stride
+        b_sums += tl.load(p_row, mask=m_row, other=0.0)
+    return tl.sum(b_sums, 0)

@@ -39,6 +39,6 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def with_unit_stride(rows: Tensor | None) -> Tensor | None:
+def with_unit_stride(rows: Tensor) -> Tensor:
     """Return rows whose channels lie next to each other, copied only if they do not."""
-    return rows if rows is None or rows.stride(-1) == 1 else rows.contiguous()
+    return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from numbers import Integral
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from xtuner_mamba.ops.attention.kernels import why_not_flash, why_not_varlen
+from xtuner_mamba.ops.autocast import without_autocast
 from xtuner_mamba.ops.checks import check_boundaries, resolve_cu_seqlens
 
 _logger = logging.getLogger(__name__)
@@ -77,8 +77,7 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     impl = impl or _choose_impl(q, softcap)
     rows = (t.flatten(0, 1) for t in (q, k, v))
-    # the ops choose their own precision: autocast would round their float32 products
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         y = _resolve(impl, q, softcap)(*rows, cu_seqlens, scale, sliding_window, softcap)
     return y.view(q.shape)
 

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from xtuner_mamba.ops.autocast import without_autocast
 from xtuner_mamba.ops.checks import check_tensors, resolve_cu_seqlens
 from xtuner_mamba.ops.halves import GradientHalf
 
@@ -99,15 +100,13 @@ def causal_conv1d(
     cu_seqlens = _check_inputs(x, weight, bias, cu_seqlens, initial_states)
     if activation not in (None, "silu"):
         raise ValueError(f"activation must be None or 'silu', got {activation!r}")
-    args = (x.flatten(0, 1), weight, bias, initial_states, cu_seqlens, activation)
-    # the ops choose their own precision: autocast would round their float32 products
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         y, y_fork, final_states = _resolve(impl, x.device)(
-            *args, return_final_states=return_final_states, dx_out=dx_out
-        )
-    y = y.view(x.shape)
+            x, weight, bias, initial_states, cu_seqlens, activation,
+            return_final_states=return_final_states, dx_out=dx_out,
+        )  # fmt: skip
     if fork:
-        return ForkedConv(y, y_fork.view(x.shape), final_states)
+        return ForkedConv(y, y_fork, final_states)
     return ConvWithStates(y, final_states) if return_final_states else y
 
 

@@ -18,14 +18,12 @@ def causal_conv1d_cpu(
     cu_seqlens: Tensor, activation: str | None, *, return_final_states: bool,
     dx_out: GradientHalf | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """See :func:`xtuner_mamba.ops.causal_conv1d`; the rows are laid end to end.
-
-    ``dx_out`` is not made use of.
-    """
+    """See :func:`xtuner_mamba.ops.causal_conv1d`; ``dx_out`` is not made use of."""
     check_cpu_takes(x)
     y, final_states = CausalConv1dFunction.apply(
-        x, weight, bias, initial_states, cu_seqlens, activation, return_final_states
+        x.flatten(0, 1), weight, bias, initial_states, cu_seqlens, activation, return_final_states
     )
+    y = y.view(x.shape)
     return y, y, final_states
 
 

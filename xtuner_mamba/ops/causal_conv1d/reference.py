@@ -12,14 +12,15 @@ def causal_conv1d_reference(
     cu_seqlens: Tensor, activation: str | None, *, return_final_states: bool,
     dx_out: GradientHalf | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """See :func:`xtuner_mamba.ops.causal_conv1d`; the rows are laid end to end.
+    """See :func:`xtuner_mamba.ops.causal_conv1d`.
 
     Every document is led by a state of ``width - 1`` rows, so that no tap reaches the document
     before. With width 3, documents of 2 and 1 tokens (a, b) stand as ``s s a a s s b``.
     ``dx_out`` is not made use of.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    (total, dim), width = x.shape, weight.shape[1]
+    rows, width = x.flatten(0, 1), weight.shape[1]
+    total, dim = rows.shape
     state = width - 1
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff()
     docs = torch.arange(len(lengths), device=x.device)
@@ -27,8 +28,8 @@ def causal_conv1d_reference(
     token_rows = torch.arange(total, device=x.device)
     token_rows = token_rows + (docs + 1).repeat_interleave(lengths) * state
 
-    led = x.new_zeros(total + len(lengths) * state, dim, dtype=dtype)
-    led.index_copy_(0, token_rows, x.to(dtype))
+    led = rows.new_zeros(total + len(lengths) * state, dim, dtype=dtype)
+    led.index_copy_(0, token_rows, rows.to(dtype))
     if initial_states is not None:
         states = initial_states.mT.flatten(0, 1)
         led.index_copy_(0, state_rows.flatten(), states.to(dtype))
@@ -40,7 +41,7 @@ def causal_conv1d_reference(
         y.addcmul_(led[tap : tap + windows], weight[:, tap])
     # windows that end in a state belong to no token
     y = y.index_select(0, token_rows - state)
-    y = (F.silu(y) if activation == "silu" else y).to(x.dtype)
+    y = (F.silu(y) if activation == "silu" else y).to(x.dtype).view(x.shape)
     if not return_final_states:
         return y, y, None
     return y, y, led[state_rows + lengths[:, None]].mT.to(x.dtype)

@@ -16,7 +16,7 @@ def causal_conv1d_triton(
     cu_seqlens: Tensor, activation: str | None, *, return_final_states: bool,
     dx_out: GradientHalf | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """See :func:`xtuner_mamba.ops.causal_conv1d`; the rows are laid end to end."""
+    """See :func:`xtuner_mamba.ops.causal_conv1d`."""
     check_triton_takes(x, "take impl='reference'")
     # kernels are launched on the current device, which need not be that of x
     with torch.cuda.device_of(x):
@@ -32,7 +32,9 @@ class CausalConv1dFunction(torch.autograd.Function):
     def forward(
         ctx, x, weight, bias, initial_states, cu_seqlens, activation, return_final_states, dx_out
     ):
-        x = with_unit_stride(x)
+        # the rows are laid end to end here, where autograd notes down no views
+        ctx.shape = x.shape
+        x = with_unit_stride(x.flatten(0, 1))
         weight = weight.contiguous()
         if initial_states is not None:
             initial_states = initial_states.contiguous()
@@ -41,6 +43,7 @@ class CausalConv1dFunction(torch.autograd.Function):
         ctx.save_for_backward(*args)
         ctx.activation, ctx.dx_out = activation, dx_out
         ctx.set_materialize_grads(False)
+        y = y.view(ctx.shape)
         # not detached: PyTorch then lets nobody change the one in place and read the other
         return y, y.view_as(y), final_states
 
@@ -51,20 +54,22 @@ class CausalConv1dFunction(torch.autograd.Function):
         if dy is None:
             dy, dy_fork = dy_fork, None
         if dy is None:
-            dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+            dy = torch.zeros(ctx.shape, dtype=x.dtype, device=x.device)
+        dy = with_unit_stride(dy.flatten(0, 1))
+        if dy_fork is not None:
+            dy_fork = with_unit_stride(dy_fork.flatten(0, 1))
         if dfinal_states is not None:
             dfinal_states = dfinal_states.contiguous()
         needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
         if needs_dx and ctx.dx_out is not None:
-            dx = ctx.dx_out.allocate().view(x.shape)
+            dx = ctx.dx_out.allocate()
         else:
-            dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        dweight, dbias, dinitial_states = _conv_bwd(
-            *args, ctx.activation, with_unit_stride(dy), with_unit_stride(dy_fork), dfinal_states,
-            dx, needs_dfilter=needs_dweight or needs_dbias,
-        )  # fmt: skip
-        dweight = None if dweight is None else dweight.to(weight.dtype)
-        dbias = None if bias is None or dbias is None else dbias.to(bias.dtype)
+            dx = torch.empty(ctx.shape, dtype=x.dtype, device=x.device)
+        dweight = torch.empty_like(weight) if needs_dweight else None
+        dbias = torch.empty_like(bias) if needs_dbias else None
+        dinitial_states = _conv_bwd(
+            *args, ctx.activation, dy, dy_fork, dfinal_states, dx.view(x.shape), dweight, dbias
+        )
         return dx, dweight, dbias, dinitial_states, *4 * [None]
 
 

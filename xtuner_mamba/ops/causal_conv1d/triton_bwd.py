@@ -22,7 +22,7 @@ from xtuner_mamba.ops.causal_conv1d.triton_window import (
     load_filter,
     load_window,
 )
-from xtuner_mamba.ops.triton_math import add_compensated, sigmoid
+from xtuner_mamba.ops.triton_math import add_compensated, sigmoid, sum_rows
 from xtuner_mamba.ops.triton_support import cdiv
 
 
@@ -263,13 +263,29 @@ def _zeros(NUM: tl.constexpr, BLOCK_D: tl.constexpr):
     return b_zeros
 
 
+# changes from step to step: a kernel for each of its divisors would be compiled in turn
+@triton.jit(do_not_specialize=["num_parts"])
+def _sum_filter_kernel(
+    dfilter, dweight, dbias, num_parts,
+    dim: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum the filter's gradient over the parts; launched once where PyTorch would be thrice."""
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    o_k, o_d = o // dim, o % dim
+    b_sum = sum_rows(dfilter + o, o_k <= WIDTH, num_parts, (WIDTH + 1) * dim, ROWS)
+    if dweight is not None:
+        tl.store(dweight + o_d * WIDTH + o_k, b_sum, mask=o_k < WIDTH)
+    if dbias is not None:
+        tl.store(dbias + o_d, b_sum, mask=o_k == WIDTH)
+
+
 def _conv_bwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None,
     cu_seqlens: Tensor, seq_idx: Tensor, activation: str | None,
     dy: Tensor, dy_fork: Tensor | None, dfinal_states: Tensor | None, dx: Tensor,
-    *, needs_dfilter: bool,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Launch the backward: write dx, return dweight, dbias and dinitial_states.
+    dweight: Tensor | None, dbias: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """Launch the backward: write dx, dweight and dbias, return dinitial_states.
 
     The gradient of the result is dy or, unrounded, the sum of dy and dy_fork.
 
@@ -280,8 +296,8 @@ def _conv_bwd(
     block_t, block_d, num_warps = tokens_of_a_program(total), 128, 2
     num_blocks = cdiv(dim, block_d)
     num_parts = cdiv(total, block_t)
-    dfilter = None
-    if needs_dfilter:
+    dfilter = dinitial_states = None
+    if not (dweight is None and dbias is None):
         dfilter = torch.empty((num_parts, width + 1, dim), dtype=torch.float32, device=x.device)
     silu = activation == "silu"
     stride_dy_fork = 0 if dy_fork is None else dy_fork.stride(0)
@@ -292,10 +308,12 @@ def _conv_bwd(
         stride_dx=dx.stride(0), dim=dim,
         WIDTH=width, SILU=silu, BLOCK_D=block_d, GROUP=GROUP, num_warps=num_warps,
     )  # fmt: skip
-    dweight = dbias = dinitial_states = None
     if dfilter is not None:
-        dfilter = dfilter.sum(0)
-        dweight, dbias = dfilter[:width].t(), dfilter[width]
+        block_d = 32
+        _sum_filter_kernel[(cdiv((width + 1) * dim, block_d),)](
+            dfilter, dweight, dbias, num_parts,
+            dim=dim, WIDTH=width, ROWS=32, BLOCK=block_d, num_warps=1,
+        )  # fmt: skip
     if initial_states is not None:
         dinitial_states = torch.empty_like(initial_states)
         _conv_bwd_states_kernel[(num_blocks * num_seqs,)](
@@ -303,4 +321,4 @@ def _conv_bwd(
             dinitial_states, x.stride(0), dy.stride(0), stride_dy_fork, dim,
             WIDTH=width, SILU=silu, BLOCK_D=block_d, num_warps=num_warps,
         )  # fmt: skip
-    return dweight, dbias, dinitial_states
+    return dinitial_states

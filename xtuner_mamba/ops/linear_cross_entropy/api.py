@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from xtuner_mamba.ops.autocast import without_autocast
+
 Impl = Literal["triton", "reference"]
 
 
@@ -54,7 +56,7 @@ def linear_cross_entropy(
             "x and weight must have one dtype, and targets int64, got "
             f"{x.dtype}, {weight.dtype} and {targets.dtype}"
         )
-    with torch.autocast(device, enabled=False):
+    with without_autocast(device):
         return _resolve(impl, x.device)(x, weight, targets)
 
 

@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from xtuner_mamba.ops.autocast import without_autocast
+
 Impl = Literal["triton", "reference"]
 
 
@@ -66,7 +68,7 @@ def rms_norm(
     if not x.is_floating_point():
         raise ValueError(f"x must have a floating-point dtype, got {x.dtype}")
     norm = _resolve(impl, x.device)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         return NormWithResidual(*norm(x, weight, eps, dtype or x.dtype, residual_dtype or x.dtype))
 
 

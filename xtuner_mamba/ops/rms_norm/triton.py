@@ -25,10 +25,7 @@ def rms_norm_triton(
         check_triton_takes(tensor, "take impl='reference'")
     # kernels are launched on the current device, which need not be that of x
     with torch.cuda.device_of(x):
-        y, residual = RmsNormFunction.apply(
-            x.reshape(-1, x.shape[-1]), weight, eps, dtype, residual_dtype
-        )
-    return y.view(x.shape), residual.view(x.shape)
+        return RmsNormFunction.apply(x, weight, eps, dtype, residual_dtype)
 
 
 class RmsNormFunction(torch.autograd.Function):
@@ -36,12 +33,14 @@ class RmsNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps, dtype, residual_dtype):
-        x, weight = with_unit_stride(x), weight.contiguous()
-        y, rounded, scales, residual = _norm_fwd(x, weight, eps, dtype, residual_dtype)
+        # laid end to end here, where autograd notes down no views
+        rows = with_unit_stride(x.reshape(-1, x.shape[-1]))
+        weight = weight.contiguous()
+        y, rounded, scales, residual = _norm_fwd(rows, weight, eps, dtype, residual_dtype)
         ctx.save_for_backward(rounded, scales, weight)
-        ctx.x_dtype = x.dtype
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.set_materialize_grads(False)
-        return y, residual
+        return y.view(x.shape), x if residual is rows else residual.view(x.shape)
 
     @staticmethod
     @once_differentiable
@@ -50,10 +49,11 @@ class RmsNormFunction(torch.autograd.Function):
         if dy is None:
             dx = None if dresidual is None else dresidual.to(ctx.x_dtype)
             return dx, None, None, None, None
-        dx, dweight = _norm_bwd(
-            with_unit_stride(dy), with_unit_stride(dresidual), rounded, scales, weight, ctx.x_dtype
-        )
-        return dx, dweight, None, None, None
+        dy = with_unit_stride(dy.reshape(rounded.shape))
+        if dresidual is not None:
+            dresidual = with_unit_stride(dresidual.reshape(rounded.shape))
+        dx, dweight = _norm_bwd(dy, dresidual, rounded, scales, weight, ctx.x_dtype)
+        return dx.view(ctx.x_shape), dweight, None, None, None
 
 
 @triton.jit

@@ -20,10 +20,10 @@ Dimensions:
 import logging
 from typing import Literal, NamedTuple, overload
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xtuner_mamba.ops.autocast import without_autocast
 from xtuner_mamba.ops.checks import (
     check_decay_dtype,
     check_shapes,
@@ -111,19 +111,23 @@ def selective_scan(
     """
     cu_seqlens = _check_inputs(x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states)
     _check_out_proj(x, out_proj_weight, out_proj_bias)
-    rows = (None if t is None else t.flatten(0, 1) for t in (x, dt, B, C, z))
-    x_, dt_, B_, C_, z_ = rows
-    args = (x_, dt_, A, B_, C_, D, z_, dt_bias, initial_states, cu_seqlens, dt_softplus)
-    # the ops choose their own precision: autocast would round their float32 products
-    with torch.autocast(x.device.type, enabled=False):
-        impl = impl or _choose_impl(x_, dt_, A, z_, len(cu_seqlens) - 1)
-        options = dict(return_final_states=return_final_states)
+    rest = initial_states, cu_seqlens, dt_softplus
+    with without_autocast(x.device.type):
+        impl = impl or _choose_impl(x, dt, A, z, cu_seqlens.shape[0] - 1)
+        scan = _resolve(impl)
         if impl in ("gluon", "triton"):
-            options |= dict(out_proj=(out_proj_weight, out_proj_bias), dz_out=dz_out)
-        y, final_states = _resolve(impl)(*args, **options)
-        if out_proj_weight is not None and "out_proj" not in options:
-            y = F.linear(y, out_proj_weight, out_proj_bias)
-    y = y.view(*x.shape[:2], -1)
+            y, final_states = scan(
+                x, dt, A, B, C, D, z, dt_bias, *rest, return_final_states=return_final_states,
+                out_proj=(out_proj_weight, out_proj_bias), dz_out=dz_out,
+            )  # fmt: skip
+        else:
+            x_, dt_, B_, C_, z_ = (None if t is None else t.flatten(0, 1) for t in (x, dt, B, C, z))
+            y, final_states = scan(
+                x_, dt_, A, B_, C_, D, z_, dt_bias, *rest, return_final_states=return_final_states
+            )
+            if out_proj_weight is not None:
+                y = F.linear(y, out_proj_weight, out_proj_bias)
+            y = y.view(*x.shape[:2], -1)
     return ScanWithStates(y, final_states) if return_final_states else y
 
 

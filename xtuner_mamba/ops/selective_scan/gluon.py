@@ -14,7 +14,7 @@ def selective_scan_gluon(
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, dt_softplus: bool,
     **options,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """See :func:`xtuner_mamba.ops.selective_scan`; the rows are laid end to end."""
+    """See :func:`xtuner_mamba.ops.selective_scan`."""
     reason = why_not_gluon(x, dt, A, z, len(cu_seqlens) - 1)
     if reason is not None:
         raise ValueError(f"{reason} with impl='gluon'; take impl='triton'")
@@ -24,10 +24,8 @@ def selective_scan_gluon(
     )  # fmt: skip
 
 
-def _aligned(rows: Tensor | None) -> Tensor | None:
+def _aligned(rows: Tensor) -> Tensor:
     """Copy rows only where they could not be read 16 bytes at a time."""
-    if rows is None:
-        return None
     in_place = rows.stride(1) == 1 and rows.stride(0) % 16 == 0 and rows.data_ptr() % 16 == 0
     return rows if in_place else rows.clone(memory_format=torch.contiguous_format)
 

@@ -46,6 +46,7 @@ from xtuner_mamba.ops.selective_scan.gluon_tile import (
     tile_layout,
     tile_offsets,
 )
+from xtuner_mamba.ops.selective_scan.gpu_layout import GradientParts
 from xtuner_mamba.ops.triton_math import add_compensated
 
 # of dA, after which a sum goes to shared memory: the error of a sum grows with its length
@@ -309,7 +310,7 @@ def _scan_bwd(
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
     dt_softplus: bool, group_states: Tensor | None, dy: Tensor, dfinal_states: Tensor | None,
     dz: Tensor | None, y: Tensor | None, *, needs_dA: bool, needs_dBC: bool,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, GradientParts, Tensor | None]:  # fmt: skip
     """Launch the backward: write dz and y, return the other gradients as ``gpu.Kernels`` says.
 
     Temporaries, in float32: the states before every ``GROUP`` tokens, unless they are given, in
@@ -320,32 +321,31 @@ def _scan_bwd(
     num_warps = warps_of(dim, 32)
     block_d = 32 * num_warps
     dx, ddt = (torch.empty((total, dim), dtype=t.dtype, device=x.device) for t in (x, dt))
-    dA = torch.empty_like(A) if needs_dA else None
-    dD, ddt_bias = (None if t is None else A.new_empty(dim) for t in (D, dt_bias))
     dinitial_states = None
     if initial_states is not None:
         dinitial_states = A.new_empty(num_seqs, 16, dim)
 
     width = _slice_width(total, dim) if group_states is None else dim
-    num_blocks = width // block_d
+    num_slices, num_blocks = dim // width, width // block_d
     num_groups = min(num_seqs, max(1, _MAX_SUM_BYTES // (64 * width)))
     states = A.new_empty(total // GROUP, 16, width) if group_states is None else group_states
-    dBC_parts = A.new_empty(num_blocks, total, 32)
-    dA_parts = A.new_empty(num_groups, 16, width)
-    dD_parts, ddt_bias_parts = (
-        None if t is None else A.new_empty(num_groups, width) for t in (D, dt_bias)
+    dA = A.new_empty(num_slices, num_groups, 16, width)
+    dBC = A.new_empty(num_slices, num_blocks, total, 32)
+    dD, ddt_bias = (
+        None if t is None else A.new_empty(num_slices, num_groups, width) for t in (D, dt_bias)
     )
-    dBC = None
-    for first in range(0, dim, width):
-        channels = slice(first, first + width)
+    for i_slice in range(num_slices):
+        channels = slice(i_slice * width, (i_slice + 1) * width)
 
         def cut(t: Tensor | None, channels: slice = channels) -> Tensor | None:
-            return None if t is None else t[..., channels]
+            return t if t is None or width == dim else t[..., channels]
 
         inputs = (
             cut(x), cut(dt), cut(A), BC, cut(D), cut(z), cut(dt_bias), cut(initial_states),
             cu_seqlens, order,
         )  # fmt: skip
+        parts = (None if t is None else t[i_slice] for t in (dA, dBC, dD, ddt_bias))
+        dA_parts, dBC_parts, dD_parts, ddt_bias_parts = parts
         if group_states is None:
             _launch_fwd(*inputs, None, None, states, dim, dt_softplus, unroll=GROUP)
         _scan_bwd_kernel[(num_blocks * num_groups,)](
@@ -358,12 +358,8 @@ def _scan_bwd(
             SOFTPLUS=dt_softplus, GROUP=GROUP, TOKENS=8, FLUSH_TOKENS=_FLUSH_TOKENS,
             WARPS=num_warps, num_warps=num_warps, maxnreg=255,
         )  # fmt: skip
-        for parts, whole in ((dA_parts, dA), (dD_parts, dD), (ddt_bias_parts, ddt_bias)):
-            if whole is not None:
-                torch.sum(parts, 0, out=cut(whole))
-        if needs_dBC:
-            dBC = dBC_parts.sum(0) if dBC is None else dBC + dBC_parts.sum(0)
-    return dx, ddt, dA, dBC, dD, ddt_bias, dinitial_states
+    parts = GradientParts(dA, dBC.flatten(0, 1), dD, ddt_bias, num_groups, width)
+    return dx, ddt, parts, dinitial_states
 
 
 def _slice_width(total: int, dim: int) -> int:

@@ -14,6 +14,7 @@ from xtuner_mamba.ops.selective_scan.chunks import (
     schedule_documents,
     states_before_chunks,
 )
+from xtuner_mamba.ops.selective_scan.gpu_layout import lay_out_weights, sum_gradients
 from xtuner_mamba.ops.selective_scan.recomputation import is_backward_next
 
 
@@ -25,7 +26,7 @@ class Kernels(NamedTuple):
     forward: Callable
     """Return y and the final states if asked for, and what the backward is to be given, or None."""
     backward: Callable
-    """Write dz and y, return dx, ddt, dA, dBC, dD, ddt_bias and dinitial_states."""
+    """Write dz and y, return dx, ddt, the parts of other gradients and dinitial_states."""
 
 
 def scan_on_gpu(
@@ -34,7 +35,7 @@ def scan_on_gpu(
     dt_softplus: bool, *, return_final_states: bool,
     out_proj: tuple[Tensor | None, Tensor | None], dz_out: GradientHalf | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """See :func:`xtuner_mamba.ops.selective_scan`; the rows are laid end to end."""
+    """See :func:`xtuner_mamba.ops.selective_scan`."""
     # kernels are launched on the current device, which need not be that of x
     with torch.cuda.device_of(x):
         return SelectiveScanFunction.apply(
@@ -55,12 +56,14 @@ class SelectiveScanFunction(torch.autograd.Function):
         ctx, kernels, x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus,
         out_weight, out_bias, return_final_states, dz_out,
     ):  # fmt: skip
-        x, dt, z = kernels.prepare(x), kernels.prepare(dt), kernels.prepare(z)
-        ctx.BC_dtypes = B.dtype, C.dtype
+        # the rows are laid end to end here, where autograd notes down no views
+        ctx.rows, ctx.BC_dtypes = x.shape[:2], (B.dtype, C.dtype)
+        x, dt, B, C = x.flatten(0, 1), dt.flatten(0, 1), B.flatten(0, 1), C.flatten(0, 1)
+        x, dt = kernels.prepare(x), kernels.prepare(dt)
+        if z is not None:
+            z = kernels.prepare(z.flatten(0, 1))
+        A, BC = lay_out_weights(A, B, C)
         ctx.initial_dtype = None if initial_states is None else initial_states.dtype
-        # the layout of the kernels: B and C side by side, states with the channels innermost
-        BC = torch.cat((B, C), 1).float()
-        A = A.t().contiguous()
         if initial_states is not None:
             initial_states = initial_states.mT.contiguous()
         cu_seqlens, order, chunks = schedule_documents(cu_seqlens, x.shape[1])
@@ -91,7 +94,7 @@ class SelectiveScanFunction(torch.autograd.Function):
         ctx.kernels, ctx.chunks, ctx.dt_softplus = kernels, chunks, dt_softplus
         ctx.dz_out = dz_out
         ctx.set_materialize_grads(False)
-        return y, final_states
+        return y.view(*ctx.rows, -1), final_states
 
     @staticmethod
     @once_differentiable
@@ -104,6 +107,7 @@ class SelectiveScanFunction(torch.autograd.Function):
         if dout is None:
             dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         else:
+            dout = dout.flatten(0, 1)
             dy = ctx.kernels.prepare(dout if out_weight is None else dout @ out_weight)
         if dfinal_states is not None:
             dfinal_states = dfinal_states.mT.contiguous()
@@ -117,24 +121,28 @@ class SelectiveScanFunction(torch.autograd.Function):
         )
         dz = _allocate_dz(z, ctx.dz_out) if needs_dz else None
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dweight else None
-        dx, ddt, dA, dBC, dD, ddt_bias, dinitial_states = ctx.kernels.backward(
+        dx, ddt, parts, dinitial_states = ctx.kernels.backward(
             *args, ctx.dt_softplus, kept, dy, dfinal_states, dz, y,
             needs_dA=needs_dA, needs_dBC=needs_dB or needs_dC,
         )  # fmt: skip
         dweight = dout.t() @ y if needs_dweight else None
         dbias = dout.sum(0) if needs_dbias else None
-        dB = dC = None
-        if dBC is not None:
-            dB, dC = (d.to(dtype) for d, dtype in zip(dBC.chunk(2, 1), ctx.BC_dtypes))
-        dA = None if dA is None else dA.t()
-        dD = None if D is None else dD.to(D.dtype)
-        ddt_bias = None if dt_bias is None else ddt_bias.to(dt_bias.dtype)
+        dA = A.new_empty(A.shape[::-1]) if needs_dA else None
+        dB, dC = (
+            A.new_empty((*ctx.rows, A.shape[0]), dtype=dtype) if needed else None
+            for needed, dtype in zip((needs_dB, needs_dC), ctx.BC_dtypes)
+        )
+        dD, ddt_bias = (None if t is None else torch.empty_like(t) for t in (D, dt_bias))
+        sum_gradients(parts, A, dA, dB, dC, dD, ddt_bias)
         if ctx.initial_dtype is None:
             dinitial_states = None
         else:
             if chunks is not None:
                 dinitial_states = dinitial_states[chunks.cu_chunks[:-1]]
             dinitial_states = dinitial_states.mT.to(ctx.initial_dtype)
+        dx, ddt = dx.view(*ctx.rows, -1), ddt.view(*ctx.rows, -1)
+        if dz is not None:
+            dz = dz.view(*ctx.rows, -1)
         return (
             None, dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states, None, None,
             dweight, dbias, None, None,

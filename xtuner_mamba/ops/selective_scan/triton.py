@@ -11,6 +11,6 @@ _KERNELS = Kernels(with_unit_stride, _scan_fwd, _scan_bwd)
 
 
 def selective_scan_triton(x: Tensor, *args, **options):
-    """See :func:`xtuner_mamba.ops.selective_scan`; the rows are laid end to end."""
+    """See :func:`xtuner_mamba.ops.selective_scan`."""
     check_triton_takes(x, "take impl='cpu' or impl='reference'")
     return scan_on_gpu(_KERNELS, x, *args, **options)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xtuner_mamba.ops.selective_scan.gpu_layout import GradientParts
 from xtuner_mamba.ops.selective_scan.triton_fwd import CHUNK
 from xtuner_mamba.ops.selective_scan.triton_tile import (
     channel_sum_offsets,
@@ -289,7 +290,7 @@ def _scan_bwd(
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
     dt_softplus: bool, chunk_states: Tensor, dy: Tensor, dfinal_states: Tensor | None,
     dz: Tensor | None, y: Tensor | None, *, needs_dA: bool, needs_dBC: bool,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, GradientParts, Tensor | None]:  # fmt: skip
     """Launch the backward: write dz and y, return the other gradients as ``gpu.Kernels`` says.
 
     Temporaries, in float32: dB and dC of every 32 channels, ``(dim / 32, total, 2 dstate)``, for
@@ -325,5 +326,4 @@ def _scan_bwd(
         SOFTPLUS=dt_softplus, DSTATE=dstate, CHUNK=CHUNK, SUB=sub,
         BLOCK_N=block_n, BLOCK_D=block_d, num_warps=num_warps,
     )  # fmt: skip
-    dA, dBC, dD, ddt_bias = (None if t is None else t.sum(0) for t in (dA, dBC, dD, ddt_bias))
-    return dx, ddt, dA, dBC, dD, ddt_bias, dinitial_states
+    return dx, ddt, GradientParts(dA, dBC, dD, ddt_bias, num_groups, dim), dinitial_states

@@ -23,10 +23,10 @@ import logging
 from functools import cache
 from typing import Literal, NamedTuple, overload
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xtuner_mamba.ops.autocast import without_autocast
 from xtuner_mamba.ops.checks import (
     check_decay_dtype,
     check_shapes,
@@ -113,8 +113,7 @@ def ssd(
         raise ValueError(f"dt_limit must be a range of positive step sizes, got {dt_limit}")
     if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
         raise ValueError(f"chunk_size must be a power of 2, got {chunk_size}")
-    # the ops choose their own precision: autocast would round their float32 products
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         dt = dt.flatten(0, 1).to(A.dtype)
         if dt_bias is not None:
             dt = dt + dt_bias.to(A.dtype)
