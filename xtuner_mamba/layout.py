@@ -273,39 +273,42 @@ def publish_layout(layout: PackedLayout, mean_targets: Tensor | None = None) -> 
             of the optimizer step, float32, ``()``; the loss is divided by it. ``None`` stands
             for the targets of the batch itself.
     """
-    hub = _hub()
-    hub.update_info(_key("packed_layout"), layout)
-    hub.update_info(_key("mean_targets"), mean_targets)
+    hub, rank = _hub(), _rank()
+    hub.update_info(f"packed_layout_{rank}", layout)
+    hub.update_info(f"mean_targets_{rank}", mean_targets)
     # XTuner's own varlen attention reads these two
-    hub.update_info(_key("cumulative_len"), layout.cu_seqlens)
-    hub.update_info(_key("max_seqlen"), layout.max_seqlen)
+    hub.update_info(f"cumulative_len_{rank}", layout.cu_seqlens)
+    hub.update_info(f"max_seqlen_{rank}", layout.max_seqlen)
 
 
 def withdraw_layout() -> None:
     """Take the boundaries back, so that a batch without any fails instead of using old ones."""
+    hub, rank = _hub(), _rank()
     for name in ("packed_layout", "mean_targets", "cumulative_len", "max_seqlen"):
-        _hub().update_info(_key(name), None)
+        hub.update_info(f"{name}_{rank}", None)
 
 
 def current_layout() -> PackedLayout | None:
     """Boundaries of the batch in flight, also when XTuner's own hook published them."""
-    cumulative_len = _hub().get_info(_key("cumulative_len"))
+    # asked for once: every layer comes here
+    hub, rank = _hub(), _rank()
+    cumulative_len = hub.get_info(f"cumulative_len_{rank}")
     if cumulative_len is None:
         return None
-    layout = _hub().get_info(_key("packed_layout"))
+    layout = hub.get_info(f"packed_layout_{rank}")
     # XTuner's hook neither writes nor withdraws our key: what it left there may be of an old batch
     if layout is None or layout.cu_seqlens is not cumulative_len:
         layout = PackedLayout.from_cu_seqlens(cumulative_len)
-        _hub().update_info(_key("packed_layout"), layout)
+        hub.update_info(f"packed_layout_{rank}", layout)
         # the layout's own copy, by which the next layer knows that it is still the same batch
-        _hub().update_info(_key("cumulative_len"), layout.cu_seqlens)
-        _hub().update_info(_key("mean_targets"), None)
+        hub.update_info(f"cumulative_len_{rank}", layout.cu_seqlens)
+        hub.update_info(f"mean_targets_{rank}", None)
     return layout
 
 
 def current_mean_targets() -> Tensor | None:
     """What :func:`publish_layout` was told about the optimizer step of the batch in flight."""
-    return _hub().get_info(_key("mean_targets"))
+    return _hub().get_info(f"mean_targets_{_rank()}")
 
 
 def _hub():
@@ -314,7 +317,7 @@ def _hub():
     return MessageHub.get_instance("varlen_attn_args")
 
 
-def _key(name: str) -> str:
+def _rank() -> str:
     from mmengine.dist import get_rank
 
-    return f"{name}_rank_{get_rank()}"
+    return f"rank_{get_rank()}"

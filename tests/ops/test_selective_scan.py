@@ -75,6 +75,16 @@ def test_outputs_and_gradients_are_exact(lengths, optional, dt_softplus, chunk, 
         assert_exact(run(inputs, "cpu", dt_softplus=dt_softplus), exact)
 
 
+def test_rates_may_come_as_logarithms(impl):
+    def oracle(A, **others):
+        return scan_oracle(A=-A.exp(), **others)
+
+    inputs = make_scan_inputs([3, 4], dtype=torch.float64)
+    inputs["A"] = inputs["A"].neg().log()
+    exact = outputs_and_grads(oracle, inputs, dt_softplus=True)
+    assert_exact(run(inputs, impl, A_is_log=True), exact)
+
+
 def test_the_exactness_test_sees_every_result_and_every_boundary():
     inputs = make_scan_inputs([7, 4], dtype=torch.float64)
     exact = outputs_and_grads(scan_oracle, inputs, dt_softplus=True)

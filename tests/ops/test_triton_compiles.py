@@ -27,6 +27,7 @@ def kernels():
     from xtuner_mamba.ops.causal_conv1d import triton_fwd as conv_fwd
     from xtuner_mamba.ops.selective_scan import chunks, gpu_layout, triton_bwd, triton_fwd
 
+    layout = {"A_IS_LOG": True, "BLOCK": 64, "dim": 4096}
     stages = {"VECTOR": 1, "NUM_STAGES": 4}
     return {
         "scan forward": (triton_fwd._scan_fwd_kernel, {"CHUNK": 64} | stages),
@@ -35,8 +36,8 @@ def kernels():
         "chunks from the end": (chunks._chunk_kernel, {"REVERSE": True} | stages),
         "carry": (chunks._carry_kernel, {"REVERSE": False}),
         "carry from the end": (chunks._carry_kernel, {"REVERSE": True}),
-        "weights": (gpu_layout._weights_kernel, {"BLOCK": 64, "dim": 4096}),
-        "sums": (gpu_layout._sum_kernel, {"BLOCK": 64, "ROWS": 16, "dim": 4096, "width": 1024}),
+        "weights": (gpu_layout._weights_kernel, layout),
+        "sums": (gpu_layout._sum_kernel, layout | {"ROWS": 16, "width": 1024}),
         "conv forward": (conv_fwd._conv_fwd_kernel, {}),
         "conv backward": (conv_bwd._conv_bwd_kernel, {}),
         "conv sums": (conv_bwd._sum_filter_kernel, {"BLOCK": 32, "ROWS": 32}),

@@ -48,6 +48,7 @@ make_scan = functools.partial(make_scan_inputs, dstate=DSTATE)
 MAKERS = {"scan": make_scan, "conv": make_conv_inputs}
 OF_TOKENS = {"scan": ["y", "dx", "ddt", "dB", "dC", "dz"], "conv": ["y", "dx"]}
 OF_STATES = ["final_states", "dinitial_states"]
+RESULTS = ["y", "final_states"]
 
 
 def run(op, inputs, *, impl="triton", **options):
@@ -162,6 +163,28 @@ def test_scan_without_what_is_optional(absent):
             # without a softplus the caller sees to it that step sizes are positive
             inputs |= {name: inputs[name].abs() for name in ("dt", "dt_bias") if name in inputs}
     assert_accurate("scan", draws, dt_softplus=softplus)
+
+
+def test_rates_may_come_as_logarithms(monkeypatch):
+    def oracle(A, A_is_log, **others):
+        return scan_oracle(A=-A.exp(), **others)
+
+    monkeypatch.setitem(ORACLES, "scan", oracle)
+    draws = [make_scan([2, 5], dim=72, seed=seed) for seed in range(2)]
+    for inputs in draws:
+        inputs["A"] = inputs["A"].neg().log()
+    assert_accurate("scan", draws, A_is_log=True)
+
+
+def test_gradient_of_one_input_alone(op):
+    incoming = [eighths(small_results(op)[name].shape, i) for i, name in enumerate(RESULTS)]
+    inputs = {name: t.to(DEVICE) for name, t in make_small(op).items()}
+    for name in inputs.keys() - {"cu_seqlens"}:
+        alone = inputs | {name: inputs[name].detach().clone().requires_grad_()}
+        outputs = OPS[op](**alone, impl="triton", **OPTIONS[op], return_final_states=True)
+        gradients = [t.to(DEVICE) for t in incoming]
+        (gradient,) = torch.autograd.grad(outputs, alone[name], gradients, allow_unused=False)
+        assert torch.equal(gradient.cpu(), small_results(op)[f"d{name}"]), name
 
 
 @pytest.mark.parametrize("absent", ["bias", "initial_states", "activation"])

@@ -98,7 +98,10 @@ def mix_documents(
             "attention_mask must be None with packed documents, got one of shape "
             f"{tuple(attention_mask.shape)}; the layout alone says what belongs together"
         )
-    projected = self.in_proj(hidden_states.reshape(1, layout.total, -1))
+    shape = hidden_states.shape
+    if shape[0] != 1:
+        hidden_states = hidden_states.reshape(1, layout.total, -1)
+    projected = self.in_proj(hidden_states)
     # bound and not an argument, which a checkpoint would hand over as a tensor nobody has checked
     rows = None if layout.carried is None else ContinuedRows(self, layout)
     mix = partial(mix, self, cu_seqlens=layout.cu_seqlens, rows=rows)
@@ -114,7 +117,7 @@ def mix_documents(
         )
     else:
         y = mix(projected)
-    return y.reshape(hidden_states.shape)
+    return y if shape[0] == 1 else y.reshape(shape)
 
 
 def convolve(
@@ -247,22 +250,27 @@ def _weights_of_out_proj(self: nn.Module, y: Tensor) -> dict[str, Tensor | None]
     ZeRO-3 gathers the weight for that alone.
     """
     layer = self.out_proj
-    autocasts = torch.is_autocast_enabled(y.device.type)
     if (
         type(layer) is not nn.Linear
-        or is_partitioned(layer.weight)
         or "forward" in layer.__dict__
         or layer._forward_hooks
         or layer._forward_pre_hooks
         or layer._backward_hooks
         or layer._backward_pre_hooks
-        or not (autocasts or layer.weight.dtype == y.dtype)
         # the gate is then applied after the scan
         or self.activation not in ("silu", "swish")
     ):
         return {}
-    bias = None if layer.bias is None else layer.bias.to(y.dtype)
-    return dict(out_proj_weight=layer.weight.to(y.dtype), out_proj_bias=bias)
+    # read once: a module looks for its parameters in Python
+    weight, bias = layer.weight, layer.bias
+    if is_partitioned(weight):
+        return {}
+    if weight.dtype != y.dtype:
+        if not torch.is_autocast_enabled(y.device.type):
+            return {}
+        weight = weight.to(y.dtype)
+    bias = None if bias is None else bias.to(y.dtype)
+    return dict(out_proj_weight=weight, out_proj_bias=bias)
 
 
 def _scan(
@@ -294,9 +302,10 @@ def _scan(
         result = selective_scan(
             x_head,
             head.dt,
-            -torch.exp(head.A_log.to(state_dtype)),
+            head.A_log.to(state_dtype),
             head.B,
             head.C,
+            A_is_log=True,
             D=head.D,
             z=z_head if silu else None,
             dt_bias=head.dt_bias,

@@ -20,6 +20,7 @@ Dimensions:
 import logging
 from typing import Literal, NamedTuple, overload
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -59,6 +60,7 @@ def selective_scan(
     B: Tensor,
     C: Tensor,
     *,
+    A_is_log: bool = False,
     D: Tensor | None = None,
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -81,6 +83,7 @@ def selective_scan(
         A: Decay rates, negative, float32 or float64, ``(dim, dstate)``.
         B: Input weights, ``(batch, seqlen, dstate)``.
         C: Output weights, ``(batch, seqlen, dstate)``.
+        A_is_log: ``A`` holds log(-A), as models keep it.
         D: Skip weights, ``(dim,)``.
         z: Gate, ``(batch, seqlen, dim)``.
         dt_bias: Added to ``dt``, ``(dim,)``.
@@ -118,9 +121,10 @@ def selective_scan(
         if impl in ("gluon", "triton"):
             y, final_states = scan(
                 x, dt, A, B, C, D, z, dt_bias, *rest, return_final_states=return_final_states,
-                out_proj=(out_proj_weight, out_proj_bias), dz_out=dz_out,
+                A_is_log=A_is_log, out_proj=(out_proj_weight, out_proj_bias), dz_out=dz_out,
             )  # fmt: skip
         else:
+            A = -torch.exp(A) if A_is_log else A
             x_, dt_, B_, C_, z_ = (None if t is None else t.flatten(0, 1) for t in (x, dt, B, C, z))
             y, final_states = scan(
                 x_, dt_, A, B_, C_, D, z_, dt_bias, *rest, return_final_states=return_final_states

@@ -367,4 +367,6 @@ def _slice_width(total: int, dim: int) -> int:
     block_d = 64 * warps_of(dim, 64)
     num_blocks = dim // block_d
     fit = max(1, MAX_SCRATCH_BYTES // (64 * block_d * max(1, total // GROUP)))
-    return block_d * max(n for n in range(1, num_blocks + 1) if num_blocks % n == 0 and n <= fit)
+    if fit >= num_blocks:
+        return dim
+    return block_d * max(n for n in range(1, fit + 1) if num_blocks % n == 0)

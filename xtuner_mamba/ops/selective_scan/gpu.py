@@ -32,7 +32,7 @@ class Kernels(NamedTuple):
 def scan_on_gpu(
     kernels: Kernels, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     z: Tensor | None, dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor,
-    dt_softplus: bool, *, return_final_states: bool,
+    dt_softplus: bool, *, A_is_log: bool, return_final_states: bool,
     out_proj: tuple[Tensor | None, Tensor | None], dz_out: GradientHalf | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.selective_scan`."""
@@ -40,7 +40,7 @@ def scan_on_gpu(
     with torch.cuda.device_of(x):
         return SelectiveScanFunction.apply(
             kernels, x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus,
-            *out_proj, return_final_states, dz_out,
+            *out_proj, A_is_log, return_final_states, dz_out,
         )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ class SelectiveScanFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, kernels, x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus,
-        out_weight, out_bias, return_final_states, dz_out,
+        out_weight, out_bias, A_is_log, return_final_states, dz_out,
     ):  # fmt: skip
         # the rows are laid end to end here, where autograd notes down no views
         ctx.rows, ctx.BC_dtypes = x.shape[:2], (B.dtype, C.dtype)
@@ -62,7 +62,7 @@ class SelectiveScanFunction(torch.autograd.Function):
         x, dt = kernels.prepare(x), kernels.prepare(dt)
         if z is not None:
             z = kernels.prepare(z.flatten(0, 1))
-        A, BC = lay_out_weights(A, B, C)
+        A, BC = lay_out_weights(A, B, C, A_is_log=A_is_log)
         ctx.initial_dtype = None if initial_states is None else initial_states.dtype
         if initial_states is not None:
             initial_states = initial_states.mT.contiguous()
@@ -92,7 +92,7 @@ class SelectiveScanFunction(torch.autograd.Function):
         # never None: a checkpoint must find as many tensors in the run that keeps something
         ctx.save_for_backward(*args, out_weight, A.new_empty(0) if kept is None else kept)
         ctx.kernels, ctx.chunks, ctx.dt_softplus = kernels, chunks, dt_softplus
-        ctx.dz_out = dz_out
+        ctx.A_is_log, ctx.dz_out = A_is_log, dz_out
         ctx.set_materialize_grads(False)
         return y.view(*ctx.rows, -1), final_states
 
@@ -133,7 +133,7 @@ class SelectiveScanFunction(torch.autograd.Function):
             for needed, dtype in zip((needs_dB, needs_dC), ctx.BC_dtypes)
         )
         dD, ddt_bias = (None if t is None else torch.empty_like(t) for t in (D, dt_bias))
-        sum_gradients(parts, A, dA, dB, dC, dD, ddt_bias)
+        sum_gradients(parts, A, dA, dB, dC, dD, ddt_bias, A_is_log=ctx.A_is_log)
         if ctx.initial_dtype is None:
             dinitial_states = None
         else:
@@ -145,7 +145,7 @@ class SelectiveScanFunction(torch.autograd.Function):
             dz = dz.view(*ctx.rows, -1)
         return (
             None, dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states, None, None,
-            dweight, dbias, None, None,
+            dweight, dbias, None, None, None,
         )  # fmt: skip
 
 

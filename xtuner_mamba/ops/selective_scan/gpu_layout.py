@@ -33,13 +33,14 @@ class GradientParts(NamedTuple):
     width: int
 
 
-def lay_out_weights(A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+def lay_out_weights(A: Tensor, B: Tensor, C: Tensor, *, A_is_log: bool) -> tuple[Tensor, Tensor]:
     """Return A as ``(dstate, dim)``, B and C as ``(total, 2 dstate)``, all in float32.
 
     Args:
         A: ``(dim, dstate)``.
         B: ``(total, dstate)``.
         C: ``(total, dstate)``.
+        A_is_log: It is log(-A) that stands for A.
     """
     (dim, dstate), total = A.shape, B.shape[0]
     A, B, C = with_unit_stride(A), with_unit_stride(B), with_unit_stride(C)
@@ -47,7 +48,7 @@ def lay_out_weights(A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     block = 1024
     _weights_kernel[(cdiv(dstate * dim, block) + cdiv(total * 2 * dstate, block),)](
         A, B, C, A_out, BC, total, A.stride(0), B.stride(0), C.stride(0),
-        dim=dim, DSTATE=dstate, BLOCK=block, num_warps=4,
+        A_IS_LOG=A_is_log, dim=dim, DSTATE=dstate, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return A_out, BC
 
@@ -56,13 +57,17 @@ def lay_out_weights(A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
 @triton.jit(do_not_specialize=["total"])
 def _weights_kernel(
     A, B, C, A_out, BC, total, stride_A, stride_B, stride_C,
-    dim: tl.constexpr, DSTATE: tl.constexpr, BLOCK: tl.constexpr,
+    A_IS_LOG: tl.constexpr, dim: tl.constexpr, DSTATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     num_blocks: tl.constexpr = (DSTATE * dim + BLOCK - 1) // BLOCK
     i_block = tl.program_id(0).to(tl.int64)
     if i_block < num_blocks:
         o_out = i_block * BLOCK + tl.arange(0, BLOCK)
-        b_A = tl.load(A + o_out % dim * stride_A + o_out // dim, mask=o_out < DSTATE * dim)
+        p_A = A + o_out % dim * stride_A + o_out // dim
+        b_A = tl.load(p_A, mask=o_out < DSTATE * dim, other=0.0)
+        if A_IS_LOG:
+            # in float64: an error of A is the same at every token, and adds up
+            b_A = -tl.exp(b_A.to(tl.float64)).to(tl.float32)
         tl.store(A_out + o_out, b_A, mask=o_out < DSTATE * dim)
     else:
         o_out = (i_block - num_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -75,9 +80,9 @@ def _weights_kernel(
 
 def sum_gradients(
     parts: GradientParts, A: Tensor, dA: Tensor | None, dB: Tensor | None, dC: Tensor | None,
-    dD: Tensor | None, ddt_bias: Tensor | None,
+    dD: Tensor | None, ddt_bias: Tensor | None, *, A_is_log: bool,
 ) -> None:  # fmt: skip
-    """Add up the parts in a fixed order, and round once.
+    """Write the sums of the parts, added up in a fixed order and rounded once.
 
     Args:
         parts: Of which at least those are there whose sums are wanted.
@@ -87,22 +92,24 @@ def sum_gradients(
         dC: ``(total, dstate)``.
         dD: ``(dim,)``.
         ddt_bias: ``(dim,)``.
+        A_is_log: It is the gradient at log(-A) that stands for dA.
     """
     (dstate, dim), block = A.shape, 64
     num_parts, total = (0, 0) if parts.dBC is None else parts.dBC.shape[:2]
     num_blocks = cdiv(dstate * dim, block) + cdiv(dim, block) + cdiv(total * 2 * dstate, block)
     _sum_kernel[(num_blocks,)](
-        parts.dA, parts.dBC, parts.dD, parts.ddt_bias, dA, dB, dC, dD, ddt_bias,
+        parts.dA, parts.dBC, parts.dD, parts.ddt_bias, A, dA, dB, dC, dD, ddt_bias,
         total, num_parts, parts.num_groups,
-        dim=dim, width=parts.width, DSTATE=dstate, ROWS=16, BLOCK=block, num_warps=1,
+        A_IS_LOG=A_is_log, dim=dim, width=parts.width, DSTATE=dstate,
+        ROWS=16, BLOCK=block, num_warps=1,
     )  # fmt: skip
 
 
 # these change from step to step: a kernel for each of their divisors would be compiled in turn
 @triton.jit(do_not_specialize=["total", "num_parts", "num_groups"])
 def _sum_kernel(
-    dA_parts, dBC_parts, dD_parts, ddt_bias_parts, dA, dB, dC, dD, ddt_bias,
-    total, num_parts, num_groups, dim: tl.constexpr, width: tl.constexpr,
+    dA_parts, dBC_parts, dD_parts, ddt_bias_parts, A, dA, dB, dC, dD, ddt_bias,
+    total, num_parts, num_groups, A_IS_LOG: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
     DSTATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     num_A: tl.constexpr = (DSTATE * dim + BLOCK - 1) // BLOCK
@@ -116,6 +123,8 @@ def _sum_kernel(
             p_parts = dA_parts + o_d // width * num_groups * DSTATE * width
             p_parts += o_n * width + o_d % width
             b_dA = sum_rows(p_parts, m, num_groups, DSTATE * width, ROWS)
+            if A_IS_LOG:
+                b_dA *= tl.load(A + o, mask=m, other=0.0)
             tl.store(dA + o_d * DSTATE + o_n, b_dA, mask=m)
     elif i_block < num_A + num_D:
         o_d = (i_block - num_A) * BLOCK + tl.arange(0, BLOCK)
