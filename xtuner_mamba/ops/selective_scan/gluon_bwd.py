@@ -310,6 +310,7 @@ def _scan_bwd(
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
     dt_softplus: bool, group_states: Tensor | None, dy: Tensor, dfinal_states: Tensor | None,
     dz: Tensor | None, y: Tensor | None, *, needs_dA: bool, needs_dBC: bool,
+    needs_dinitial_states: bool,
 ) -> tuple[Tensor, Tensor, GradientParts, Tensor | None]:  # fmt: skip
     """Launch the backward: write dz and y, return the other gradients as ``gpu.Kernels`` says.
 
@@ -322,7 +323,7 @@ def _scan_bwd(
     block_d = 32 * num_warps
     dx, ddt = (torch.empty((total, dim), dtype=t.dtype, device=x.device) for t in (x, dt))
     dinitial_states = None
-    if initial_states is not None:
+    if needs_dinitial_states:
         dinitial_states = A.new_empty(num_seqs, 16, dim)
 
     width = _slice_width(total, dim) if group_states is None else dim
@@ -340,17 +341,18 @@ def _scan_bwd(
         def cut(t: Tensor | None, channels: slice = channels) -> Tensor | None:
             return t if t is None or width == dim else t[..., channels]
 
+        def part(t: Tensor | None, i_slice: int = i_slice) -> Tensor | None:
+            return t if t is None or num_slices == 1 else t[i_slice]
+
         inputs = (
             cut(x), cut(dt), cut(A), BC, cut(D), cut(z), cut(dt_bias), cut(initial_states),
             cu_seqlens, order,
         )  # fmt: skip
-        parts = (None if t is None else t[i_slice] for t in (dA, dBC, dD, ddt_bias))
-        dA_parts, dBC_parts, dD_parts, ddt_bias_parts = parts
         if group_states is None:
             _launch_fwd(*inputs, None, None, states, dim, dt_softplus, unroll=GROUP)
         _scan_bwd_kernel[(num_blocks * num_groups,)](
             *inputs, states, cut(dy), cut(dfinal_states),
-            cut(dx), cut(ddt), dA_parts, dBC_parts, dD_parts, cut(dz), cut(y), ddt_bias_parts,
+            cut(dx), cut(ddt), part(dA), part(dBC), part(dD), cut(dz), cut(y), part(ddt_bias),
             cut(dinitial_states), total, num_seqs, num_groups, 1.0,
             stride_x=x.stride(0), stride_dt=dt.stride(0),
             stride_z=0 if z is None else z.stride(0), stride_dy=dy.stride(0),

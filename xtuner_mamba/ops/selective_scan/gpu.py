@@ -115,7 +115,9 @@ class SelectiveScanFunction(torch.autograd.Function):
             dfinal_states = adjoints_after_chunks(
                 dy, dt, A, BC, z, dt_bias, dfinal_states, chunks, ctx.dt_softplus
             )
-        _, _, _, needs_dA, needs_dB, needs_dC, _, needs_dz, *_ = ctx.needs_input_grad
+        _, _, _, needs_dA, needs_dB, needs_dC, _, needs_dz, _, needs_dinitial_states, *_ = (
+            ctx.needs_input_grad
+        )
         needs_dweight, needs_dbias = (
             needed and dout is not None for needed in ctx.needs_input_grad[12:14]
         )
@@ -124,6 +126,7 @@ class SelectiveScanFunction(torch.autograd.Function):
         dx, ddt, parts, dinitial_states = ctx.kernels.backward(
             *args, ctx.dt_softplus, kept, dy, dfinal_states, dz, y,
             needs_dA=needs_dA, needs_dBC=needs_dB or needs_dC,
+            needs_dinitial_states=needs_dinitial_states,
         )  # fmt: skip
         dweight = dout.t() @ y if needs_dweight else None
         dbias = dout.sum(0) if needs_dbias else None
@@ -134,9 +137,7 @@ class SelectiveScanFunction(torch.autograd.Function):
         )
         dD, ddt_bias = (None if t is None else torch.empty_like(t) for t in (D, dt_bias))
         sum_gradients(parts, A, dA, dB, dC, dD, ddt_bias, A_is_log=ctx.A_is_log)
-        if ctx.initial_dtype is None:
-            dinitial_states = None
-        else:
+        if needs_dinitial_states:
             if chunks is not None:
                 dinitial_states = dinitial_states[chunks.cu_chunks[:-1]]
             dinitial_states = dinitial_states.mT.to(ctx.initial_dtype)

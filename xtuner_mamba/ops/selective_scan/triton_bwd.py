@@ -290,6 +290,7 @@ def _scan_bwd(
     dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
     dt_softplus: bool, chunk_states: Tensor, dy: Tensor, dfinal_states: Tensor | None,
     dz: Tensor | None, y: Tensor | None, *, needs_dA: bool, needs_dBC: bool,
+    needs_dinitial_states: bool,
 ) -> tuple[Tensor, Tensor, GradientParts, Tensor | None]:  # fmt: skip
     """Launch the backward: write dz and y, return the other gradients as ``gpu.Kernels`` says.
 
@@ -314,7 +315,7 @@ def _scan_bwd(
     dBC = partial(needs_dBC, cdiv(dim, 32), total, 2 * dstate)
     dD = partial(D is not None, num_groups, dim)
     ddt_bias = partial(dt_bias is not None, num_groups, dim)
-    dinitial_states = partial(initial_states is not None, num_seqs, dstate, dim)
+    dinitial_states = partial(needs_dinitial_states, num_seqs, dstate, dim)
     sub_states = A.new_empty(num_blocks * num_groups, CHUNK // sub, block_n, block_d)
     _scan_bwd_kernel[(num_blocks * num_groups,)](
         x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order,
