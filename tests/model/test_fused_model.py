@@ -5,7 +5,9 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from torch.utils.checkpoint import checkpoint
 from transformers import MambaConfig, MambaForCausalLM
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
@@ -356,6 +358,29 @@ def test_dropout_in_lora_falls_the_same_way_again():
     assert len(grads[0]) == 1 + LAYERS * 2 * 2
     for name, value in grads[0].items():
         assert torch.equal(value, grads[1][name]), name
+
+
+def test_what_a_hook_drops_falls_the_same_way_again():
+    grads = []
+    for recompute in (True, False):
+        model = make_model()
+        dispatch_packed(model, recompute=recompute)
+        model.backbone.layers[1].mixer.x_proj.register_forward_hook(
+            lambda _, __, selection: F.dropout(selection, 0.5)
+        )
+        torch.manual_seed(2)
+        grads.append(step(model, make_batch(), fuse=False))
+    for name, value in grads[0].items():
+        assert torch.equal(value, grads[1][name]), name
+
+
+def test_generators_are_left_alone_where_nothing_draws(monkeypatch):
+    given = []
+    monkeypatch.setattr(mamba, "checkpoint", lambda *a, **k: given.append(k) or checkpoint(*a, **k))
+    model = make_model()
+    dispatch_packed(model, recompute=True)
+    step(model, make_batch(), fuse=False)
+    assert [options["preserve_rng_state"] for options in given] == LAYERS * [False]
 
 
 def test_a_backward_after_the_batch_still_knows_its_boundaries(monkeypatch):

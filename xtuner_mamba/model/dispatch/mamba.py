@@ -114,6 +114,8 @@ def mix_documents(
             context_fn=lambda: (nullcontext(), backward_follows()),
             # the second run keeps more
             determinism_check="none",
+            # a device's generators take the host longer than a kernel
+            preserve_rng_state=_may_draw(self),
         )
     else:
         y = mix(projected)
@@ -205,6 +207,24 @@ def _recomputes(
     )
 
 
+def _is_plain(layer: nn.Module) -> bool:
+    """Tell whether a projection is nothing but a product with its weight."""
+    return (
+        type(layer) is nn.Linear
+        and "forward" not in layer.__dict__
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+        and not layer._backward_hooks
+        and not layer._backward_pre_hooks
+    )
+
+
+def _may_draw(self: nn.Module) -> bool:
+    """Tell whether a layer in ``mix`` may draw random numbers, as the dropout of a LoRA does."""
+    layers = (getattr(self, name, None) for name in ("x_proj", "dt_proj", "out_proj"))
+    return not all(layer is None or _is_plain(layer) for layer in layers)
+
+
 # -- Mamba-1 --------------------------------------------------------------------------------------
 
 
@@ -250,16 +270,8 @@ def _weights_of_out_proj(self: nn.Module, y: Tensor) -> dict[str, Tensor | None]
     ZeRO-3 gathers the weight for that alone.
     """
     layer = self.out_proj
-    if (
-        type(layer) is not nn.Linear
-        or "forward" in layer.__dict__
-        or layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-        # the gate is then applied after the scan
-        or self.activation not in ("silu", "swish")
-    ):
+    # with another activation the gate is applied after the scan
+    if not _is_plain(layer) or self.activation not in ("silu", "swish"):
         return {}
     # read once: a module looks for its parameters in Python
     weight, bias = layer.weight, layer.bias

@@ -64,7 +64,7 @@ class CausalConv1dFunction(torch.autograd.Function):
         if needs_dx and ctx.dx_out is not None:
             dx = ctx.dx_out.allocate()
         else:
-            dx = torch.empty(ctx.shape, dtype=x.dtype, device=x.device)
+            dx = x.new_empty(ctx.shape)
         dweight = torch.empty_like(weight) if needs_dweight else None
         dbias = torch.empty_like(bias) if needs_dbias else None
         dinitial_states = _conv_bwd(

@@ -5,7 +5,6 @@ A program walks ``block_t`` tokens of the row, whatever documents they belong to
 # ruff: noqa: RUF005
 # Triton knows no starred tuples
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -123,7 +122,7 @@ def _conv_fwd(
     cu_seqlens: Tensor, seq_idx: Tensor, activation: str | None, *, return_final_states: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     (total, dim), width, num_seqs = x.shape, weight.shape[1], len(cu_seqlens) - 1
-    y = torch.empty((total, dim), dtype=x.dtype, device=x.device)
+    y = x.new_empty(total, dim)
     block_t, block_d = tokens_of_a_program(total), 512
     num_blocks = cdiv(dim, block_d)
     _conv_fwd_kernel[(num_blocks * cdiv(total, block_t),)](
@@ -133,7 +132,7 @@ def _conv_fwd(
     )  # fmt: skip
     if not return_final_states:
         return y, None
-    final_states = torch.empty((num_seqs, dim, width - 1), dtype=x.dtype, device=x.device)
+    final_states = x.new_empty(num_seqs, dim, width - 1)
     _conv_final_states_kernel[(num_blocks * num_seqs,)](
         x, initial_states, cu_seqlens, final_states, x.stride(0), dim,
         WIDTH=width, BLOCK_D=block_d, num_warps=4,

@@ -14,7 +14,6 @@ in all, and nothing is kept between forward and backward but their inputs.
 # ruff: noqa: RUF005
 # Triton knows no starred tuples
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -321,7 +320,7 @@ def _scan_bwd(
     (total, dim), num_seqs = x.shape, len(order)
     num_warps = warps_of(dim, 32)
     block_d = 32 * num_warps
-    dx, ddt = (torch.empty((total, dim), dtype=t.dtype, device=x.device) for t in (x, dt))
+    dx, ddt = x.new_empty(total, dim), dt.new_empty(total, dim)
     dinitial_states = None
     if needs_dinitial_states:
         dinitial_states = A.new_empty(num_seqs, 16, dim)

@@ -5,7 +5,6 @@ while it works on one, the next comes into shared memory. The backward runs it o
 states alone.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -239,7 +238,7 @@ def _scan_fwd(
     If it follows at once they come along, as far as they stay below ``MAX_SCRATCH_BYTES``.
     """
     total, dim = x.shape
-    y = torch.empty((total, dim), dtype=x.dtype, device=x.device) if needs_y else None
+    y = x.new_empty(total, dim) if needs_y else None
     final_states = A.new_empty(len(order), 16, dim) if return_final_states else None
     group_states = None
     if needs_backward and backward_follows and 64 * dim * (total // GROUP) <= MAX_SCRATCH_BYTES:

@@ -122,7 +122,7 @@ class SelectiveScanFunction(torch.autograd.Function):
             needed and dout is not None for needed in ctx.needs_input_grad[12:14]
         )
         dz = _allocate_dz(z, ctx.dz_out) if needs_dz else None
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dweight else None
+        y = x.new_empty(x.shape) if needs_dweight else None
         dx, ddt, parts, dinitial_states = ctx.kernels.backward(
             *args, ctx.dt_softplus, kept, dy, dfinal_states, dz, y,
             needs_dA=needs_dA, needs_dBC=needs_dB or needs_dC,
@@ -153,5 +153,5 @@ class SelectiveScanFunction(torch.autograd.Function):
 def _allocate_dz(z: Tensor, dz_out: GradientHalf | None) -> Tensor:
     """Return memory for the gradient of z, ``(total, dim)``."""
     if dz_out is None:
-        return torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        return z.new_empty(z.shape)
     return dz_out.allocate().view(z.shape)

@@ -13,7 +13,6 @@ more, into registers, and dh backward.
 # ruff: noqa: RUF005
 # Triton knows no starred tuples
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -310,7 +309,7 @@ def _scan_bwd(
     def partial(wanted: bool, *shape: int) -> Tensor | None:
         return A.new_empty(shape) if wanted else None
 
-    dx, ddt = (torch.empty((total, dim), dtype=t.dtype, device=x.device) for t in (x, dt))
+    dx, ddt = x.new_empty(total, dim), dt.new_empty(total, dim)
     dA = A.new_zeros(num_groups, dstate, dim) if needs_dA else None
     dBC = partial(needs_dBC, cdiv(dim, 32), total, 2 * dstate)
     dD = partial(D is not None, num_groups, dim)

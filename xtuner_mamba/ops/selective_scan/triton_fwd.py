@@ -5,7 +5,6 @@ lanes run along the channels, so that a thread owns all states of its channels a
 states stays in its registers.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -97,7 +96,7 @@ def _scan_fwd(
     ``dstate / CHUNK``; A, B and C come as ``gpu.Kernels`` says.
     """
     (total, dim), dstate, num_seqs = x.shape, A.shape[0], len(order)
-    y = torch.empty((total, dim), dtype=x.dtype, device=x.device) if needs_y else None
+    y = x.new_empty(total, dim) if needs_y else None
     final_states = chunk_states = None
     if return_final_states:
         final_states = A.new_empty(num_seqs, dstate, dim)
