@@ -309,10 +309,9 @@ def _conv_bwd(
         WIDTH=width, SILU=silu, BLOCK_D=block_d, GROUP=GROUP, num_warps=num_warps,
     )  # fmt: skip
     if dfilter is not None:
-        block_d = 32
-        _sum_filter_kernel[(cdiv((width + 1) * dim, block_d),)](
+        _sum_filter_kernel[(cdiv((width + 1) * dim, 32),)](
             dfilter, dweight, dbias, num_parts,
-            dim=dim, WIDTH=width, ROWS=32, BLOCK=block_d, num_warps=1,
+            dim=dim, WIDTH=width, ROWS=32, BLOCK=32, num_warps=1,
         )  # fmt: skip
     if initial_states is not None:
         dinitial_states = torch.empty_like(initial_states)
