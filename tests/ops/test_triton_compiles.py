@@ -37,6 +37,8 @@ def kernels():
         "carry from the end": (chunks._carry_kernel, {"REVERSE": True}),
         "conv forward": (conv_fwd._conv_fwd_kernel, {}),
         "conv backward": (conv_bwd._conv_bwd_kernel, {}),
+        "conv forward, one tap": (conv_fwd._conv_fwd_kernel, {"WIDTH": 1}),
+        "conv backward, one tap": (conv_bwd._conv_bwd_kernel, {"WIDTH": 1}),
     }
 
 
@@ -46,7 +48,7 @@ def test_all_of_this_file_without_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "8 passed, 1 skipped" in run.stdout, run.stdout
+    assert "10 passed, 1 skipped" in run.stdout, run.stdout
 
 
 @pytest.mark.skipif(not COMPILES, reason="the test above runs it, or a GPU runs the kernels")
@@ -61,6 +63,9 @@ def test_all_of_this_file_without_the_interpreter():
         "carry from the end",
         "conv forward",
         "conv backward",
+        # windows of no tokens
+        "conv forward, one tap",
+        "conv backward, one tap",
     ],
 )
 def test_compiles(name):

@@ -423,7 +423,8 @@ def test_a_gradient_is_written_where_it_is_told(op, i_half):
     leaves |= {name: halves[i_half], out: halves[2 + i_half]}
     y = OPS[op](**leaves, **OPTIONS[op], impl="triton")
     (gradient,) = torch.autograd.grad(y, halves[i_half], dy.to(DEVICE))
-    assert torch.equal(gradient.cpu(), expected[f"d{name}"])
+    # other strides are another kernel, which may contract other products
+    assert relative_rms(gradient.cpu(), expected[f"d{name}"]) < 1e-6
     assert gradient.stride(1) == 2 * 24
     assert gradient.storage_offset() == 24 * i_half
 

@@ -53,16 +53,15 @@ def _conv_fwd_kernel(
         # most groups lie within one document, and need not ask at every token
         i_last = tl.load(seq_idx + first + tl.minimum(i_group + GROUP, num_tokens) - 1)
         if (i_last == i_seq) & (i_group + GROUP <= num_tokens):
-            b_window = _walk_group(
+            b_window, i_seq = _walk_group(
                 b_xs, b_window, b_taps, b_bias, p_y, seq_idx + first, i_seq, initial_states,
                 i_group, num_tokens, dim, o_d, m_d, WIDTH, SILU, GROUP, False,
             )  # fmt: skip
         else:
-            b_window = _walk_group(
+            b_window, i_seq = _walk_group(
                 b_xs, b_window, b_taps, b_bias, p_y, seq_idx + first, i_seq, initial_states,
                 i_group, num_tokens, dim, o_d, m_d, WIDTH, SILU, GROUP, True,
             )  # fmt: skip
-        i_seq = i_last
         p_x += GROUP * stride_x
         p_y += GROUP * dim
 
@@ -73,7 +72,7 @@ def _walk_group(
     i_group, num_tokens, dim: tl.constexpr, o_d, m_d,
     WIDTH: tl.constexpr, SILU: tl.constexpr, GROUP: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of ``GROUP`` tokens, and return the next one's window.
+    """Store the results of ``GROUP`` tokens; return the next one's window, and the last's document.
 
     ``EDGES`` asks at every token where documents begin and the program's own tokens end.
     """
@@ -85,14 +84,14 @@ def _walk_group(
             i_next = tl.load(seq_idx + i_t, mask=i_t < num_tokens, other=i_seq)
             if i_next != i_seq:
                 b_window = first_window(initial_states, i_next, dim, o_d, m_d, WIDTH)
-            i_seq = i_next
+                i_seq = i_next
         b_inputs = (b_xs[i],) + b_window
         b_y = convolve(b_inputs, b_taps, b_bias, WIDTH)
         if SILU:
             b_y = silu(b_y)
         tl.store(p_y + i * dim, b_y, mask=m_t)
         b_window = b_inputs[:-1]
-    return b_window
+    return b_window, i_seq
 
 
 @triton.jit
