@@ -282,6 +282,34 @@ def test_only_what_stands_between_the_projections_runs_again():
     assert counts == {"in_proj": 1, "x_proj": 2, "dt_proj": 2, "out_proj": 1}
 
 
+def test_a_plain_x_proj_does_not_run_again(monkeypatch):
+    model = make_model()
+    dispatch_packed(model, recompute=True)
+    weight = model.backbone.layers[0].mixer.x_proj.weight
+    widths = []
+
+    def linear(x, given, *bias):
+        if given.data_ptr() == weight.data_ptr():
+            widths.append(x.shape[-1])
+        return original(x, given, *bias)
+
+    original = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    step(model, make_batch(), fuse=False)
+    assert widths == [weight.shape[1]]
+
+
+def test_a_retained_graph_is_recomputed_for_each_backward():
+    model, (tokens, _, layout) = make_model(), make_batch()
+    dispatch_packed(model, recompute=True)
+    with layout.published():
+        logits = model(tokens).logits
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(logits.sum(), parameters, retain_graph=True)
+    second = torch.autograd.grad(logits.sum(), parameters)
+    assert all(map(torch.equal, first, second))
+
+
 def hook_output(layer):
     layer.register_forward_hook(lambda *_: None)
 
