@@ -65,9 +65,9 @@ class AddToResidualFunction(torch.autograd.Function):
 
 # changes from step to step: a kernel for each of its divisors would be compiled in turn
 @triton.jit(do_not_specialize=["num_vectors"])
-def _add_kernel(residual, update, total, num_vectors, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
+def _add_kernel(residual, update, result, num_vectors, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < num_vectors.to(tl.int64) * VECTOR
     b_residual = tl.load(residual + offsets, mask=mask)
     b_update = tl.load(update + offsets, mask=mask)
-    tl.store(total + offsets, b_residual.to(tl.float32) + b_update.to(tl.float32), mask=mask)
+    tl.store(result + offsets, b_residual.to(tl.float32) + b_update.to(tl.float32), mask=mask)

@@ -182,6 +182,16 @@ def is_partitioned(parameter: Tensor) -> bool:
     return hasattr(parameter, "ds_id")
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Tell whether somebody wants to know when a module runs, which must then be called."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
 def layout_of(hidden_states: Tensor) -> PackedLayout:
     """Return the published boundaries of this batch.
 
@@ -280,10 +290,7 @@ def _weights_of(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None] | N
         type(layer) is not nn.Linear
         or is_partitioned(layer.weight)
         or "forward" in layer.__dict__
-        or layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
+        or has_hooks(layer)
         or not (autocasts or layer.weight.dtype == x.dtype)
     ):
         return None
