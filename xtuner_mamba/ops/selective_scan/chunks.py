@@ -107,9 +107,9 @@ def _schedule(cu_seqlens: Tensor, dim: int) -> tuple[Tensor, Chunks | None, Runs
     def on_device(numbers: list[int] | Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.as_tensor(numbers, dtype=dtype).to(cu_seqlens.device, non_blocking=True)
 
-    def longest_first(cuts: list[int]) -> Tensor:
-        lengths = torch.tensor(cuts).diff()
-        return on_device(lengths.argsort(descending=True, stable=True), torch.int64)
+    def longest_first(boundaries: Tensor) -> Tensor:
+        order = boundaries.diff().argsort(descending=True, stable=True)
+        return on_device(order, torch.int64)
 
     offsets = offsets_on_host(cu_seqlens)
     # tokens that each goes through if all are busy to the end
@@ -125,12 +125,12 @@ def _schedule(cu_seqlens: Tensor, dim: int) -> tuple[Tensor, Chunks | None, Runs
     chunks = runs = None
     if len(cuts) > len(offsets):
         chunks = Chunks(on_device(cuts), on_device(cu_chunks), on_device(seqs))
-    cu_parts = _merge(cuts)
+    parts, cu_parts = torch.tensor(cuts), _merge(cuts)
     if len(cu_parts) < len(cuts):
-        run_cuts = [cuts[i_part] for i_part in cu_parts]
-        resets = on_device(_resets(cuts, run_cuts))
-        runs = Runs(on_device(run_cuts), longest_first(run_cuts), on_device(cu_parts), resets)
-    return longest_first(cuts), chunks, runs
+        merged = parts[cu_parts]
+        resets = on_device(_resets(parts, merged))
+        runs = Runs(on_device(merged), longest_first(merged), on_device(cu_parts), resets)
+    return longest_first(parts), chunks, runs
 
 
 def _limits(fair: float) -> tuple[int, int]:
@@ -154,11 +154,11 @@ def _merge(cuts: list[int]) -> list[int]:
     return cu_parts
 
 
-def _resets(cuts: list[int], run_cuts: list[int]) -> Tensor:
-    """Return a bit for every token, and for those ahead, that begins a part inside a run."""
-    is_reset = torch.zeros(cuts[-1] + _LOOK_AHEAD, dtype=torch.int32)
-    is_reset[cuts] = 1
-    is_reset[run_cuts] = 0
+def _resets(parts: Tensor, runs: Tensor) -> Tensor:
+    """Return for every token a bit for each one ahead that begins a part, but no run."""
+    is_reset = torch.zeros(parts[-1] + _LOOK_AHEAD, dtype=torch.int32)
+    is_reset[parts] = 1
+    is_reset[runs] = 0
     ahead = torch.arange(_LOOK_AHEAD, dtype=torch.int32)
     return (is_reset.unfold(0, _LOOK_AHEAD, 1)[:-1] << ahead).sum(1)
 
