@@ -132,11 +132,12 @@ def test_without_what_is_optional(absent):
 
 
 @pytest.mark.skipif(not HOPPER, reason="the chunks' own kernels are Triton's, tested there")
-def test_long_documents_run_in_chunks(monkeypatch):
+@pytest.mark.parametrize("lengths", [[5, 70, 31, 100], [1] * 20 + [5, 70, 1, 1, 31]], ids=str)
+def test_long_documents_run_in_chunks(lengths, monkeypatch):
     monkeypatch.setattr(chunks, "_limits", lambda fair: (30, 20))
     assert_accurate(
         [
-            make_scan_inputs([5, 70, 31, 100], dim=256, dstate=16, dtype=torch.bfloat16, seed=seed)
+            make_scan_inputs(lengths, dim=256, dstate=16, dtype=torch.bfloat16, seed=seed)
             for seed in range(3)
         ]
     )
@@ -223,16 +224,14 @@ def test_packed_equals_each_document_alone(walk):
 @runs_kernels
 @pytest.mark.parametrize("op", [selective_scan, scan_without_states])
 def test_documents_in_runs_have_the_bits_of_those_one_by_one(op, monkeypatch):
-    # 20 in a row; at every place of a group of 4 tokens; longer than tiles; two runs
-    lengths = [1] * 20 + [2, 3, 1, 5, 70, 1, 1, 60, 1]
+    # more than a tile; a long one, of which the last group is not full, before short ones
+    lengths = [1] * 20 + [2, 3, 1, 5, 37, 1, 1, 1, 9, 2]
+    monkeypatch.setattr(chunks, "_MAX_RUN", 32)
     inputs = make_scan_inputs(lengths, dim=64, dstate=16, dtype=torch.bfloat16)
     if op is scan_without_states:
         del inputs["initial_states"]
-    assert chunks.schedule_documents(inputs["cu_seqlens"], dim=64).runs.cu_parts.tolist() == [
-        0,
-        27,
-        29,
-    ]
+    schedule = chunks.schedule_documents(inputs["cu_seqlens"], dim=64)
+    assert schedule.runs.cu_parts.tolist() == [0, 24, 25, 30]
     in_runs = run(inputs, op)
     monkeypatch.setattr(chunks, "_MIN_MEAN", 0)
     one_by_one = run(inputs, op)

@@ -9,7 +9,8 @@ With g the gradient at the ungated output and dh[t] that at the state h[t],
 h[t - 1] and dh[t] meet, coming from opposite ends of a document. So the forward kernel first writes
 down the states before every ``GROUP`` tokens; this one then walks from a document's end to its
 start, a group at a time: h forward into registers, dh backward. An element costs three exponentials
-in all, and nothing is kept between forward and backward but their inputs.
+in all, and nothing is kept between forward and backward but their inputs. In a run of very short
+documents groups reach across boundaries, where h is reset going forward and c going back.
 """
 # ruff: noqa: RUF005
 # Triton knows no starred tuples
@@ -124,6 +125,7 @@ def _scan_bwd_kernel(
         i_run = gl.load(order + i_order)
         start = gl.load(cu_seqlens + i_run).to(gl.int64)
         seqlen = gl.load(cu_seqlens + i_run + 1) - start.to(gl.int32)
+        # the first document, and the one at hand, beginning with the last
         i_first = i_run
         i_seq = i_run
         if resets is not None:
@@ -147,7 +149,7 @@ def _scan_bwd_kernel(
             i_tile = num_tiles - 1 - i_done
             num_tokens = gl.minimum(seqlen - i_tile * TOKENS, TOKENS)
             if resets is not None:
-                # without those past the end
+                # those past the end are of another run
                 tile_resets = gl.load(resets + start + i_tile * TOKENS) & ((1 << num_tokens) - 1)
             async_copy.wait_group(1)
             barrier()
@@ -165,6 +167,7 @@ def _scan_bwd_kernel(
                     b_h = load_states(initial_states, i_first, o_h, dim)
                 if resets is not None:
                     group_resets = tile_resets >> i_sub * GROUP
+                    # the document that reaches into the group
                     i_ahead = i_seq
                     for i in gl.static_range(GROUP):
                         i_ahead -= group_resets >> i & 1

@@ -1,8 +1,9 @@
 """Selective scan over packed documents: the forward kernel in Gluon.
 
 A program walks one document after another for ``BLOCK_D`` channels, a tile of tokens at a time:
-while it works on one, the next comes into shared memory. The backward runs it once more, for the
-states alone.
+while it works on one, the next comes into shared memory. Very short documents it walks in runs
+(``chunks.Runs``), where the state is reset from one to the next. The backward runs it once more,
+for the states alone.
 """
 
 import torch
