@@ -318,6 +318,15 @@ def test_only_documents_that_keep_others_waiting_are_cut():
     assert chunks.schedule_documents(alone, dim=4096).chunks is None
 
 
+def test_boundaries_must_not_change_before_the_backward():
+    inputs = make_scan([3, 5], dim=24)
+    inputs["x"].requires_grad_()
+    y = selective_scan(**inputs, impl="triton")
+    inputs["cu_seqlens"][1] = 4
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_packed_equals_each_document_alone(op):
     inputs = make_small(op)
     dy = eighths(inputs["x"].shape, seed=1)
