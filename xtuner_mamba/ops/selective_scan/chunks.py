@@ -33,7 +33,7 @@ _PARALLEL = 1584
 _MIN_CHUNK, _MAX_CHUNK = 128, 1024
 # tokens of a document on average, below which they are merged, and those of a run
 _MIN_MEAN, _MAX_RUN = 16, 128
-# tokens that a bit of `Runs.resets` looks ahead: the largest tile of a kernel
+# tokens that a number of `Runs.resets` has a bit for: those of the largest tile of a kernel
 _LOOK_AHEAD = 16
 
 
@@ -67,7 +67,7 @@ class Chunks(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Neighbouring parts, merged if they are short.
+    """Neighbouring parts, merged if parts are very short on average; else each by itself.
 
     Parts of ``[2, 1, 3, 4]`` tokens, in runs of at most 4::
 
@@ -82,13 +82,13 @@ class Runs(NamedTuple):
     cu_parts: Tensor | None
     """First part of each run, and the end, int32, ``(num_runs + 1,)``; ``None`` if each is one."""
     resets: Tensor | None
-    """Bit i of token t: t + i begins a part, but no run, int32, ``(total,)``; or ``None``."""
+    """Bit i of number t: t + i begins a part, but no run, int32, ``(total,)``, or ``None``."""
 
 
 def schedule_documents(cu_seqlens: Tensor, dim: int) -> Schedule:
-    """Cut documents that would still run when a GPU is through with all others; merge; sort.
+    """Cut documents that would still run when a GPU is through with all others, and sort.
 
-    Done on the host, once for a tensor.
+    If they are very short on average, merge neighbours too. Done on the host, once for a tensor.
 
     Args:
         cu_seqlens: Boundaries that ``check_cu_seqlens`` has read, int32, ``(num_seqs + 1,)``.
