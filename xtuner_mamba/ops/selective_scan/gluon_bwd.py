@@ -277,7 +277,8 @@ def _step_forward(
     b_g = read_channels(dy_rows, i_row, TILE)
     b_decay = exp2(gl.expand_dims(b_dt, 0) * b_A)
     b_u = b_dt * LN_2 * b_x
-    b_h = b_decay * b_h + gl.expand_dims(b_u, 0) * read_states(B_rows, i_row, TILE)
+    # by name: the compiler would not round the same of the two products for every token
+    b_h = gl.fma(b_decay, b_h, gl.expand_dims(b_u, 0) * read_states(B_rows, i_row, TILE))
     if (dz is not None) or (y is not None):
         b_y = sum_states(b_h * read_states(C_rows, i_row, TILE)) + b_D * b_x
     if HAS_Z:
@@ -307,7 +308,7 @@ def _step_backward(
         c of the token; dA over ln 2; ddt_bias; the sums of dB.
     """
     b_x, b_dt, b_slope, b_g = b_token
-    b_dh = read_states(C_rows, i_row, TILE) * gl.expand_dims(b_g, 0) + b_c
+    b_dh = gl.fma(read_states(C_rows, i_row, TILE), gl.expand_dims(b_g, 0), b_c)
     b_du = sum_states(read_states(B_rows, i_row, TILE) * b_dh)
     # with a plain dt the compiler would keep the decays of the way forward, and lack registers
     b_c = exp2(gl.expand_dims(b_dt * unknown_one, 0) * b_A) * b_dh

@@ -203,7 +203,8 @@ def _step(
     b_dt = step_size(read_channels(dt_rows, i_row, TILE) + b_bias, SOFTPLUS)[0]
     b_u = b_dt * LN_2 * b_x
     b_decay = _exp2_of_tile(gl.expand_dims(b_dt, 0) * b_A, POLYNOMIAL)
-    b_h = b_decay * b_h + gl.expand_dims(b_u, 0) * read_states(B_rows, i_row, TILE)
+    # by name: the compiler would not round the same of the two products for every token
+    b_h = gl.fma(b_decay, b_h, gl.expand_dims(b_u, 0) * read_states(B_rows, i_row, TILE))
     b_y = b_x
     if HAS_Y:
         b_y = sum_states(b_h * read_states(C_rows, i_row, TILE)) + b_D * b_x
