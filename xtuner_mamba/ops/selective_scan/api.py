@@ -116,7 +116,7 @@ def selective_scan(
     args = (x_, dt_, A, B_, C_, D, z_, dt_bias, initial_states, cu_seqlens, dt_softplus)
     # the ops choose their own precision: autocast would round their float32 products
     with torch.autocast(x.device.type, enabled=False):
-        impl = impl or _choose_impl(x_, dt_, A, z_, len(cu_seqlens) - 1)
+        impl = impl or _choose_impl(x_, dt_, A, z_)
         options = dict(return_final_states=return_final_states)
         if impl in ("gluon", "triton"):
             options |= dict(out_proj=(out_proj_weight, out_proj_bias), dz_out=dz_out)
@@ -149,12 +149,12 @@ def _check_out_proj(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> No
             )
 
 
-def _choose_impl(x: Tensor, dt: Tensor, A: Tensor, z: Tensor | None, num_seqs: int) -> Impl:
+def _choose_impl(x: Tensor, dt: Tensor, A: Tensor, z: Tensor | None) -> Impl:
     if x.device.type != "cuda":
         return "cpu"
     from xtuner_mamba.ops.selective_scan.gluon_support import why_not_gluon
 
-    reason = why_not_gluon(x, dt, A, z, num_seqs)
+    reason = why_not_gluon(x, dt, A, z)
     if reason is None:
         return "gluon"
     condition = reason.partition(", got ")[0]

@@ -1,8 +1,9 @@
 """Selective scan over packed documents: the forward kernel in Gluon.
 
 A program walks one document after another for ``BLOCK_D`` channels, a tile of tokens at a time:
-while it works on one, the next comes into shared memory. The backward runs it once more, for the
-states alone.
+while it works on one, the next comes into shared memory. Very short documents it walks in runs
+(``chunks.Runs``), where the state is reset from one to the next. The backward runs it once more,
+for the states alone.
 """
 
 import torch
@@ -12,10 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from xtuner_mamba.ops.selective_scan.chunks import Runs, Schedule
 from xtuner_mamba.ops.selective_scan.gluon_tile import (
     LN_2,
     barrier,
+    cross_boundary,
     exp2,
+    load_states,
     read_channels,
     read_states,
     ring_layout,
@@ -35,10 +39,11 @@ MAX_SCRATCH_BYTES = 2**31
 
 
 # these change from step to step: a kernel for each of their divisors would be compiled in turn
-@gluon.jit(do_not_specialize=["num_seqs", "num_groups"])
+@gluon.jit(do_not_specialize=["num_runs", "num_groups"])
 def _scan_fwd_kernel(
-    x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, y, final_states, unroll_states,
-    num_seqs, num_groups, stride_x: gl.constexpr, stride_dt: gl.constexpr, stride_z: gl.constexpr,
+    x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, cu_parts, resets,
+    y, final_states, unroll_states, num_runs, num_groups,
+    stride_x: gl.constexpr, stride_dt: gl.constexpr, stride_z: gl.constexpr,
     dim: gl.constexpr, width: gl.constexpr,
     SOFTPLUS: gl.constexpr, TOKENS: gl.constexpr, UNROLL: gl.constexpr, POLYNOMIAL: gl.constexpr,
     WARPS: gl.constexpr,
@@ -79,10 +84,13 @@ def _scan_fwd_kernel(
     if dt_bias is not None:
         b_bias = gl.load(dt_bias + o_d).to(gl.float32)
 
-    for i_order in range(i_group, num_seqs, num_groups):
-        i_seq = gl.load(order + i_order)
-        start = gl.load(cu_seqlens + i_seq).to(gl.int64)
-        seqlen = gl.load(cu_seqlens + i_seq + 1) - start.to(gl.int32)
+    for i_order in range(i_group, num_runs, num_groups):
+        i_run = gl.load(order + i_order)
+        start = gl.load(cu_seqlens + i_run).to(gl.int64)
+        seqlen = gl.load(cu_seqlens + i_run + 1) - start.to(gl.int32)
+        i_seq = i_run
+        if resets is not None:
+            i_seq = gl.load(cu_parts + i_run)
         p_x = x + start * stride_x + o_block
         p_dt = dt + start * stride_dt + o_block
         p_BC = BC + start * 32
@@ -103,9 +111,7 @@ def _scan_fwd_kernel(
             p_BC += TOKENS * 32
             if z is not None:
                 p_z += TOKENS * stride_z
-        b_h = gl.zeros([16, WARPS, 1, 64], gl.float32, layout=TILE)
-        if initial_states is not None:
-            b_h = gl.load(initial_states + i_seq.to(gl.int64) * 16 * dim + o_h).to(gl.float32)
+        b_h = load_states(initial_states, i_seq, o_h, dim)
         p_y = y
         if y is not None:
             p_y = y + start * dim + o_d
@@ -115,12 +121,19 @@ def _scan_fwd_kernel(
             p_states = unroll_states + start // UNROLL * 16 * width + o_scratch
         for i_tile in range(0, gl.cdiv(seqlen, TOKENS)):
             num_left = seqlen - i_tile * TOKENS
+            if resets is not None:
+                tile_resets = gl.load(resets + start + i_tile * TOKENS)
             async_copy.wait_group(1)
             barrier()
             i_row = i_tile % 2 * TOKENS
             num_tokens = gl.minimum(num_left, TOKENS)
             for _ in range(0, num_tokens // UNROLL):
                 for i in gl.static_range(UNROLL):
+                    if resets is not None:
+                        b_h, i_seq = cross_boundary(
+                            b_h, i_seq, tile_resets >> i & 1, 1, final_states, initial_states,
+                            o_h, dim,
+                        )  # fmt: skip
                     b_h, b_y = _step(
                         b_h, b_A, b_D, b_bias, x_rows, dt_rows, z_rows, B_rows, C_rows, i_row + i,
                         y is not None, z is not None, SOFTPLUS, POLYNOMIAL, TILE,
@@ -128,12 +141,19 @@ def _scan_fwd_kernel(
                     if y is not None:
                         gl.store(p_y + i * dim, b_y.to(y.dtype.element_ty))
                 i_row += UNROLL
+                if resets is not None:
+                    tile_resets >>= UNROLL
                 if y is not None:
                     p_y += UNROLL * dim
                 if unroll_states is not None:
                     gl.store(p_states, b_h)
                     p_states += 16 * width
             for _ in range(0, num_tokens % UNROLL):
+                if resets is not None:
+                    b_h, i_seq = cross_boundary(
+                        b_h, i_seq, tile_resets & 1, 1, final_states, initial_states, o_h, dim
+                    )
+                    tile_resets >>= 1
                 b_h, b_y = _step(
                     b_h, b_A, b_D, b_bias, x_rows, dt_rows, z_rows, B_rows, C_rows, i_row,
                     y is not None, z is not None, SOFTPLUS, POLYNOMIAL, TILE,
@@ -183,7 +203,8 @@ def _step(
     b_dt = step_size(read_channels(dt_rows, i_row, TILE) + b_bias, SOFTPLUS)[0]
     b_u = b_dt * LN_2 * b_x
     b_decay = _exp2_of_tile(gl.expand_dims(b_dt, 0) * b_A, POLYNOMIAL)
-    b_h = b_decay * b_h + gl.expand_dims(b_u, 0) * read_states(B_rows, i_row, TILE)
+    # by name: the compiler would not round the same of the two products for every token
+    b_h = gl.fma(b_decay, b_h, gl.expand_dims(b_u, 0) * read_states(B_rows, i_row, TILE))
     b_y = b_x
     if HAS_Y:
         b_y = sum_states(b_h * read_states(C_rows, i_row, TILE)) + b_D * b_x
@@ -229,7 +250,7 @@ _EXP2_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 32))
 
 def _scan_fwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
+    dt_bias: Tensor | None, initial_states: Tensor | None, schedule: Schedule,
     dt_softplus: bool, *, needs_y: bool, return_final_states: bool, needs_backward: bool,
     backward_follows: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
@@ -240,13 +261,13 @@ def _scan_fwd(
     """
     total, dim = x.shape
     y = torch.empty((total, dim), dtype=x.dtype, device=x.device) if needs_y else None
-    final_states = A.new_empty(len(order), 16, dim) if return_final_states else None
+    final_states = A.new_empty(len(schedule.order), 16, dim) if return_final_states else None
     group_states = None
     if needs_backward and backward_follows and 64 * dim * (total // GROUP) <= MAX_SCRATCH_BYTES:
         group_states = A.new_empty(total // GROUP, 16, dim)
     if not (y is None and final_states is None and group_states is None):
         _launch_fwd(
-            x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, y, final_states,
+            x, dt, A, BC, D, z, dt_bias, initial_states, schedule.runs, y, final_states,
             group_states, dim, dt_softplus, unroll=8 if group_states is None else GROUP,
         )  # fmt: skip
     return y, final_states, group_states
@@ -254,25 +275,24 @@ def _scan_fwd(
 
 def _launch_fwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
+    dt_bias: Tensor | None, initial_states: Tensor | None, runs: Runs,
     y: Tensor | None, final_states: Tensor | None, unroll_states: Tensor | None, dim: int,
     dt_softplus: bool, unroll: int,
 ) -> None:  # fmt: skip
     """Launch the forward for all channels or a slice of the ``dim`` that a row of memory has.
 
     ``y``, ``final_states`` and ``unroll_states`` are written where given; the last, of
-    ``(total // unroll, 16, width)``, takes the state after every ``unroll`` tokens of a document.
+    ``(total // unroll, 16, width)``, takes the state after every ``unroll`` tokens of a run.
     """
-    width, num_seqs = x.shape[1], len(order)
+    width, num_runs = x.shape[1], len(runs.order)
     num_warps = warps_of(width, 64)
     num_blocks = width // (64 * num_warps)
-    num_groups = min(num_seqs, triton.cdiv(_MAX_PROGRAMS, num_blocks))
+    num_groups = min(num_runs, triton.cdiv(_MAX_PROGRAMS, num_blocks))
     if y is None:
         D = z = None
     _scan_fwd_kernel[(num_blocks * num_groups,)](
-        x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order,
-        y, final_states, unroll_states,
-        num_seqs, num_groups,
+        x, dt, A, BC, D, z, dt_bias, initial_states, *runs, y, final_states, unroll_states,
+        num_runs, num_groups,
         stride_x=x.stride(0), stride_dt=dt.stride(0), stride_z=0 if z is None else z.stride(0),
         dim=dim, width=width, SOFTPLUS=dt_softplus, TOKENS=16, UNROLL=unroll,
         POLYNOMIAL=final_states is None and unroll_states is None,

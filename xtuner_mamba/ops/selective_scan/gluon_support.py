@@ -5,11 +5,9 @@ import triton
 from torch import Tensor
 
 _HALVES = torch.float16, torch.bfloat16
-# documents this short leave nothing to prefetch; the Triton kernels need no prefetch of their own
-_MIN_MEAN_SEQLEN = 16
 
 
-def why_not_gluon(x: Tensor, dt: Tensor, A: Tensor, z: Tensor | None, num_seqs: int) -> str | None:
+def why_not_gluon(x: Tensor, dt: Tensor, A: Tensor, z: Tensor | None) -> str | None:
     """Say what keeps the Gluon kernels from these inputs.
 
     Args:
@@ -17,7 +15,6 @@ def why_not_gluon(x: Tensor, dt: Tensor, A: Tensor, z: Tensor | None, num_seqs: 
         dt: Step sizes, ``(total, dim)``.
         A: Decay rates, ``(dim, dstate)``.
         z: Gate, ``(total, dim)``.
-        num_seqs: Documents of the row.
 
     Returns:
         The first condition that does not hold, with the value; ``None`` if all hold.
@@ -34,9 +31,4 @@ def why_not_gluon(x: Tensor, dt: Tensor, A: Tensor, z: Tensor | None, num_seqs: 
         return f"dstate must be 16, got {A.shape[1]}"
     if x.shape[1] % 64:
         return f"dim must be a multiple of 64, got {x.shape[1]}"
-    if x.shape[0] < _MIN_MEAN_SEQLEN * num_seqs:
-        return (
-            f"documents must have {_MIN_MEAN_SEQLEN} tokens on average, "
-            f"got {x.shape[0]} tokens in {num_seqs}"
-        )
     return None

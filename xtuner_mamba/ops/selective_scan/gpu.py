@@ -63,15 +63,16 @@ class SelectiveScanFunction(torch.autograd.Function):
         A = A.t().contiguous()
         if initial_states is not None:
             initial_states = initial_states.mT.contiguous()
-        cu_seqlens, order, chunks = schedule_documents(cu_seqlens, x.shape[1])
+        schedule = schedule_documents(cu_seqlens, x.shape[1])
+        chunks = schedule.chunks
         if chunks is not None:
             initial_states = states_before_chunks(
                 x, dt, A, BC, dt_bias, initial_states, chunks, dt_softplus
             )
 
-        args = x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order
+        args = x, dt, A, BC, D, z, dt_bias, initial_states
         y, final_states, kept = kernels.forward(
-            *args, dt_softplus,
+            *args, schedule, dt_softplus,
             # nobody reads what is recomputed
             needs_y=out_weight is None or not is_backward_next(),
             return_final_states=return_final_states,
@@ -87,8 +88,10 @@ class SelectiveScanFunction(torch.autograd.Function):
                 final_states = final_states[chunks.last]
             final_states = final_states.mT.contiguous()
         # never None: a checkpoint must find as many tensors in the run that keeps something
-        ctx.save_for_backward(*args, out_weight, A.new_empty(0) if kept is None else kept)
-        ctx.kernels, ctx.chunks, ctx.dt_softplus = kernels, chunks, dt_softplus
+        kept = A.new_empty(0) if kept is None else kept
+        # the boundaries, too: autograd notices if somebody has written into them
+        ctx.save_for_backward(*args, out_weight, kept, schedule.cu_seqlens)
+        ctx.kernels, ctx.schedule, ctx.dt_softplus = kernels, schedule, dt_softplus
         ctx.dz_out = dz_out
         ctx.set_materialize_grads(False)
         return y, final_states
@@ -97,10 +100,10 @@ class SelectiveScanFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, dfinal_states):
         # read once: activation checkpointing lets a tensor be unpacked a single time
-        *args, out_weight, kept = ctx.saved_tensors
+        *args, out_weight, kept, _ = ctx.saved_tensors
         kept = kept if kept.ndim == 3 else None
-        x, dt, A, BC, D, z, dt_bias = args[:7]
-        chunks = ctx.chunks
+        x, dt, A, BC, D, z, dt_bias, _ = args
+        chunks = ctx.schedule.chunks
         if dout is None:
             dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         else:
@@ -118,7 +121,7 @@ class SelectiveScanFunction(torch.autograd.Function):
         dz = _allocate_dz(z, ctx.dz_out) if needs_dz else None
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dweight else None
         dx, ddt, dA, dBC, dD, ddt_bias, dinitial_states = ctx.kernels.backward(
-            *args, ctx.dt_softplus, kept, dy, dfinal_states, dz, y,
+            *args, ctx.schedule, ctx.dt_softplus, kept, dy, dfinal_states, dz, y,
             needs_dA=needs_dA, needs_dBC=needs_dB or needs_dC,
         )  # fmt: skip
         dweight = dout.t() @ y if needs_dweight else None

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xtuner_mamba.ops.selective_scan.chunks import Schedule
 from xtuner_mamba.ops.selective_scan.triton_tile import next_state, sum_states
 from xtuner_mamba.ops.triton_math import silu, step_size
 
@@ -86,7 +87,7 @@ def _scan_fwd_kernel(
 
 def _scan_fwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
+    dt_bias: Tensor | None, initial_states: Tensor | None, schedule: Schedule,
     dt_softplus: bool, *, needs_y: bool, return_final_states: bool, needs_backward: bool,
     backward_follows: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
@@ -95,6 +96,7 @@ def _scan_fwd(
     The chunk states are what the backward starts from, as large as ``x`` in float32 by
     ``dstate / CHUNK``; A, B and C come as ``gpu.Kernels`` says.
     """
+    cu_seqlens, order = schedule.cu_seqlens, schedule.order
     (total, dim), dstate, num_seqs = x.shape, A.shape[0], len(order)
     y = torch.empty((total, dim), dtype=x.dtype, device=x.device) if needs_y else None
     final_states = chunk_states = None
