@@ -51,8 +51,15 @@ def test_all_of_this_file_in_the_emulator():
     assert "3 skipped" in run.stdout, run.stdout
 
 
+def set_channels(monkeypatch, channels):
+    """Let a thread of the forward have one channel, as in these small rows, or two as in others."""
+    # what a GPU of so many multiprocessors takes at once
+    monkeypatch.setattr(chunks, "_PARALLEL", 1584 if channels == 1 else 1e-3)
+
+
 @pytest.fixture(autouse=True)
 def _emulated_kernels(monkeypatch):
+    set_channels(monkeypatch, 2)
     if not EMULATED or HOPPER:
         return
     for module, name in kernels():
@@ -110,11 +117,28 @@ SHAPES = [
 
 
 @runs_kernels
+@pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rounds_no_worse_than_eager(dtype):
+def test_rounds_no_worse_than_eager(dtype, channels, monkeypatch):
+    set_channels(monkeypatch, channels)
     assert_accurate(
         [make_scan_inputs(**s, dstate=16, dtype=dtype, seed=i) for i, s in enumerate(SHAPES)]
     )
+
+
+@runs_kernels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_thread_has_one_channel_or_two(shape, monkeypatch):
+    results = []
+    for channels in (1, 2):
+        set_channels(monkeypatch, channels)
+        # boundaries whose schedule is not known yet
+        inputs = make_scan_inputs(**shape, dstate=16, dtype=torch.bfloat16)
+        cu_seqlens = PackedLayout.from_lengths(shape["lengths"]).cu_seqlens
+        assert chunks.schedule_documents(cu_seqlens, shape["dim"]).is_uneven == (channels == 1)
+        results.append(run(inputs))
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
 
 
 @runs_kernels

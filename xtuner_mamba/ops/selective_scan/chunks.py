@@ -48,6 +48,8 @@ class Schedule(NamedTuple):
     """Which parts make up a document; ``None`` if each is one."""
     runs: "Runs"
     """What a program that prefetches walks from end to end."""
+    is_uneven: bool
+    """The longest run still goes on when a GPU is through with the tokens of all."""
 
 
 class Chunks(NamedTuple):
@@ -97,13 +99,14 @@ def schedule_documents(cu_seqlens: Tensor, dim: int) -> Schedule:
     known = derived_from(cu_seqlens)
     if ("schedule", dim) not in known:
         known["schedule", dim] = _schedule(cu_seqlens, dim)
-    order, chunks, runs = known["schedule", dim]
+    order, chunks, runs, is_uneven = known["schedule", dim]
     if chunks is not None:
         cu_seqlens = chunks.cu_seqlens
-    return Schedule(cu_seqlens, order, chunks, runs or Runs(cu_seqlens, order, None, None))
+    runs = runs or Runs(cu_seqlens, order, None, None)
+    return Schedule(cu_seqlens, order, chunks, runs, is_uneven)
 
 
-def _schedule(cu_seqlens: Tensor, dim: int) -> tuple[Tensor, Chunks | None, Runs | None]:
+def _schedule(cu_seqlens: Tensor, dim: int) -> tuple[Tensor, Chunks | None, Runs | None, bool]:
     def on_device(numbers: list[int] | Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.as_tensor(numbers, dtype=dtype).to(cu_seqlens.device, non_blocking=True)
 
@@ -126,11 +129,12 @@ def _schedule(cu_seqlens: Tensor, dim: int) -> tuple[Tensor, Chunks | None, Runs
     if len(cuts) > len(offsets):
         chunks = Chunks(on_device(cuts), on_device(cu_chunks), on_device(seqs))
     parts, cu_parts = torch.tensor(cuts), _merge(cuts)
+    is_uneven = parts[cu_parts].diff().max().item() > fair
     if len(cu_parts) < len(cuts):
         merged = parts[cu_parts]
         resets = on_device(_resets(parts, merged))
         runs = Runs(on_device(merged), longest_first(merged), on_device(cu_parts), resets)
-    return longest_first(parts), chunks, runs
+    return longest_first(parts), chunks, runs, is_uneven
 
 
 def _limits(fair: float) -> tuple[int, int]:

@@ -371,7 +371,7 @@ def _scan_bwd(
             cut(x), cut(dt), cut(A), BC, cut(D), cut(z), cut(dt_bias), cut(initial_states),
         )  # fmt: skip
         if group_states is None:
-            _launch_fwd(*inputs, runs, None, None, states, dim, dt_softplus, unroll=GROUP)
+            _launch_fwd(*inputs, schedule, None, None, states, dim, dt_softplus, unroll=GROUP)
         _scan_bwd_kernel[(num_blocks * num_groups,)](
             *inputs, *runs, states, cut(dy), cut(dfinal_states),
             cut(dx), cut(ddt), dA_parts, dBC_parts, dD_parts, cut(dz), cut(y), ddt_bias_parts,
