@@ -27,6 +27,7 @@ from xtuner_mamba.testing import (
     documents,
     eighths,
     in_float64,
+    lognormal_lengths,
     make_conv_inputs,
     make_scan_inputs,
     outputs_and_grads,
@@ -241,7 +242,7 @@ def test_chunks_cover_documents(lengths, longest, size):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(chunks, "_limits", lambda fair: (longest, size))
         cu_seqlens = PackedLayout.from_lengths(lengths).cu_seqlens
-        cuts, order, layout, _ = chunks.schedule_documents(cu_seqlens, dim=8)
+        cuts, order, layout, *_ = chunks.schedule_documents(cu_seqlens, dim=8)
     in_order = cuts.diff()[order].tolist()
     assert in_order == sorted(cuts.diff().tolist(), reverse=True)
     assert sorted(order.tolist()) == list(range(len(order)))
@@ -274,7 +275,7 @@ def test_runs_cover_parts(lengths, mean, longest, look_ahead, cut):
         if cut:
             monkeypatch.setattr(chunks, "_limits", lambda fair: (5, 3))
         cu_seqlens = PackedLayout.from_lengths(lengths).cu_seqlens
-        cuts, order, _, runs = chunks.schedule_documents(cu_seqlens, dim=8)
+        cuts, order, _, runs, _ = chunks.schedule_documents(cu_seqlens, dim=8)
     parts = cuts.diff().tolist()
     if runs.cu_parts is None:
         assert runs[:2] == (cuts, order)
@@ -316,6 +317,21 @@ def test_only_documents_that_keep_others_waiting_are_cut():
     alone[1] = 100
     check_cu_seqlens(alone, 100)
     assert chunks.schedule_documents(alone, dim=4096).chunks is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dim", "is_uneven"),
+    [
+        # all tokens are a GPU's share of 2,648, 1,324 and 993
+        (lognormal_lengths(65_536), 4096, False),
+        (lognormal_lengths(32_768), 4096, True),
+        (lognormal_lengths(65_536), 1536, True),
+        ([300] * 100, 4096, False),
+    ],
+)
+def test_a_schedule_says_if_the_longest_outlasts_the_others(lengths, dim, is_uneven):
+    cu_seqlens = PackedLayout.from_lengths(lengths).cu_seqlens
+    assert chunks.schedule_documents(cu_seqlens, dim).is_uneven == is_uneven
 
 
 def test_boundaries_must_not_change_before_the_backward():
