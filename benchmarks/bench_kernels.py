@@ -1,4 +1,4 @@
-"""Time the GPU kernels of both ops beside the official CUDA kernels, then measure their errors.
+"""Measure the errors of the GPU kernels of both ops, then time them beside the official ones.
 
 The official scan resets nothing and reads its rows channel by channel, so it gets the pack as one
 sequence laid out as it likes; the official conv resets by ``seq_idx``. Both are measured where they
@@ -80,8 +80,7 @@ def impls_of(op: str, inputs: dict[str, Tensor]) -> list[str]:
     """Return the GPU implementations of ours that take these inputs, the fastest first."""
     if op == "causal_conv1d":
         return ["triton"]
-    num_seqs = len(inputs["cu_seqlens"]) - 1
-    reason = why_not_gluon(inputs["x"][0], inputs["dt"][0], inputs["A"], inputs["z"], num_seqs)
+    reason = why_not_gluon(inputs["x"][0], inputs["dt"][0], inputs["A"], inputs["z"])
     return ["triton"] if reason else ["gluon", "triton"]
 
 
@@ -107,14 +106,23 @@ def official_conv(inputs: dict[str, Tensor], layout: PackedLayout) -> tuple[Call
     return lambda **tensors: causal_conv1d_fn(**tensors, seq_idx=seq_idx, **CONV), tensors
 
 
+def make_inputs(case: Case, layout: PackedLayout) -> dict[str, Tensor]:
+    """Draw the tensors of a case, 4,096 tokens of them: a host would draw all for many seconds."""
+    drawn = 4096
+    size = {"dstate": 16} if case.op == "selective_scan" else {"width": 4}
+    inputs = OPS[case.op][2]([drawn], dim=case.dim, dtype=case.dtype, device="cuda", **size)
+    del inputs["initial_states"]
+    for name, t in inputs.items():
+        if t.ndim == 3:
+            inputs[name] = t.repeat(1, layout.total // drawn, 1)
+    return inputs | {"cu_seqlens": layout.cu_seqlens}
+
+
 def candidates(case: Case) -> Iterator[tuple[str, Callable, dict[str, Tensor]]]:
     """Yield (name, function, tensors by argument) of every implementation that is installed."""
-    op, _, make, options = OPS[case.op]
-    size = {"dstate": 16} if case.op == "selective_scan" else {"width": 4}
-    inputs = make(case.lengths, dim=case.dim, dtype=case.dtype, device="cuda", **size)
-    del inputs["initial_states"]
+    op, _, _, options = OPS[case.op]
     layout = PackedLayout.from_lengths(case.lengths).to("cuda")
-    inputs["cu_seqlens"] = layout.cu_seqlens
+    inputs = make_inputs(case, layout)
     impls = impls_of(case.op, inputs)
     # the slower of ours once, to know what the choice is worth
     for impl in impls if (case.dim, case.layout) == (4096, "standard pack") else impls[:1]:
@@ -234,10 +242,49 @@ def show(title: str, rows: list[dict[str, object]], columns: list[str]) -> None:
     Console(width=120).print(table)
 
 
+def check_errors(about: dict[str, object], out: Path) -> list[str]:
+    """Measure, print and append the errors; return those out of bounds."""
+    errors, excesses = [], []
+    for dtype in (torch.bfloat16, torch.float32):
+        measured, beyond = measure_errors(dtype)
+        errors += measured
+        excesses += beyond
+    append(out / "accuracy.csv", [about | row for row in errors])
+    show("errors against float64, rms over rms", errors, list(errors[0]))
+    for excess in excesses:
+        print(f"errs more than 4 times as much as eager PyTorch: {excess}")
+    return excesses
+
+
+def time_cases(cases: list[Case], about: dict[str, object], out: Path) -> None:
+    """Time, append and print."""
+    rows = []
+    for case in track(cases, "timing"):
+        shape = {
+            "op": case.op, "layout": case.layout, "documents": len(case.lengths),
+            "tokens": sum(case.lengths), "dim": case.dim,
+            "dtype": str(case.dtype).removeprefix("torch."),
+        }  # fmt: skip
+        timed = []
+        for impl, function, tensors in candidates(case):
+            for mode, (p20, p50, p80, peak) in measure(function, tensors).items():
+                times = {"p20_ms": p20, "p50_ms": p50, "p80_ms": p80}
+                times = {name: f"{time:.3f}" for name, time in times.items()}
+                timed.append(
+                    shape | {"impl": impl, "mode": mode} | times | {"peak_mib": round(peak)}
+                )
+        append(out / "kernels.csv", [about | row for row in timed])
+        rows += timed
+    columns = ["op", "layout", "dim", "dtype", "impl", "mode", "p50_ms", "peak_mib"]
+    show(str(about["gpu"]), rows, columns)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Check, time, print and append."""
+    """Check and time what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
+    layouts = list(dict.fromkeys(case.layout for case in make_cases()))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder (%(default)s)")
+    parser.add_argument("--layouts", nargs="+", choices=layouts, help="packs to time (all)")
     parser.add_argument("--commit", help="of this checkout, where git is missing")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -253,35 +300,9 @@ def main(argv: list[str] | None = None) -> int:
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
-    rows = []
-    for case in track(make_cases(), "timing"):
-        shape = {
-            "op": case.op, "layout": case.layout, "documents": len(case.lengths),
-            "tokens": sum(case.lengths), "dim": case.dim,
-            "dtype": str(case.dtype).removeprefix("torch."),
-        }  # fmt: skip
-        timed = []
-        for impl, function, tensors in candidates(case):
-            for mode, (p20, p50, p80, peak) in measure(function, tensors).items():
-                times = {"p20_ms": p20, "p50_ms": p50, "p80_ms": p80}
-                times = {name: f"{time:.3f}" for name, time in times.items()}
-                timed.append(
-                    shape | {"impl": impl, "mode": mode} | times | {"peak_mib": round(peak)}
-                )
-        append(args.out / "kernels.csv", [about | row for row in timed])
-        rows += timed
-    columns = ["op", "layout", "dim", "dtype", "impl", "mode", "p50_ms", "peak_mib"]
-    show(about["gpu"], rows, columns)
-
-    errors, excesses = [], []
-    for dtype in (torch.bfloat16, torch.float32):
-        measured, beyond = measure_errors(dtype)
-        errors += measured
-        excesses += beyond
-    append(args.out / "accuracy.csv", [about | row for row in errors])
-    show("errors against float64, rms over rms", errors, list(errors[0]))
-    for excess in excesses:
-        print(f"errs more than 4 times as much as eager PyTorch: {excess}")
+    excesses = check_errors(about, args.out)
+    cases = [case for case in make_cases() if args.layouts is None or case.layout in args.layouts]
+    time_cases(cases, about, args.out)
     return 1 if excesses else 0
 
 

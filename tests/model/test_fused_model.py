@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -161,6 +162,100 @@ def test_norms_and_blocks_run_fused_only_if_asked(monkeypatch, options):
     assert len(calls) == (LAYERS + 1 if options["fuse_norm"] else 0)
 
 
+# -- blocks that add and norm at once -------------------------------------------------------------
+
+
+@pytest.fixture
+def normed_ahead(monkeypatch):
+    """Count the norms that a block has made for the next one, and those that were made alone."""
+    counts = Counter()
+    norm = mamba_lm.rms_norm
+
+    def count(*args, update=None, **options):
+        counts["alone" if update is None else "ahead"] += 1
+        return norm(*args, update=update, **options)
+
+    monkeypatch.setattr(mamba_lm, "rms_norm", count)
+    return counts
+
+
+def test_a_block_norms_its_sum_for_the_next_one(normed_ahead):
+    model, batch = make_model(), make_batch()
+    dispatch_packed(model, **FUSED)
+    step(model, batch, fuse=False)
+    assert normed_ahead == {"alone": 1, "ahead": LAYERS}
+    with torch.no_grad(), batch[2].published():
+        model(batch[0])
+    assert normed_ahead == {"alone": LAYERS + 2, "ahead": LAYERS}
+
+
+def hook_block(model):
+    model.backbone.layers[1].register_forward_pre_hook(lambda *_: None)
+
+
+def hook_norm(model):
+    model.backbone.layers[1].norm.register_forward_hook(lambda *_: None)
+
+
+def wrap_block(model):
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args, **options):
+            return self.inner(*args, **options)
+
+    model.backbone.layers[1] = Wrapped(model.backbone.layers[1])
+
+
+def change_output(model):
+    model.backbone.layers[0].register_forward_hook(lambda *a: a[-1] * 2)
+
+
+@pytest.mark.parametrize("change", [hook_block, hook_norm, wrap_block, change_output])
+def test_a_norm_that_stands_apart_is_made_where_it_stands(normed_ahead, change):
+    plain, fused = make_model(), make_model()
+    dispatch_packed(plain, **PLAIN)
+    dispatch_packed(fused, **FUSED)
+    for model in (plain, fused):
+        change(model)
+    batch = make_batch()
+    actual, expected = (
+        {name.replace("inner.", ""): t for name, t in step(model, batch, fuse=False).items()}
+        for model in (fused, plain)
+    )
+    assert_close(actual, expected, 1e-5)
+    assert normed_ahead["alone"] == 2
+
+
+def test_an_output_that_is_changed_in_place_is_normed_again(normed_ahead):
+    plain, fused = make_model(), make_model()
+    dispatch_packed(plain, **PLAIN)
+    dispatch_packed(fused, **FUSED)
+    tokens, _, layout = make_batch()
+
+    def double(block, inputs, output):
+        output.detach().mul_(2)
+
+    for model in (plain, fused):
+        model.backbone.layers[0].register_forward_hook(double)
+    with layout.published():
+        actual, expected = fused(tokens).logits, plain(tokens).logits
+    assert relative_rms(actual, expected) < 1e-5
+    assert normed_ahead["alone"] == 2
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_blocks_norm_for_themselves(normed_ahead, use_reentrant):
+    model = make_model()
+    dispatch_packed(model, **FUSED)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    step(model, make_batch(), fuse=False)
+    assert normed_ahead["ahead"] == 0
+
+
 def test_by_default_only_a_gpu_gets_the_fused_ops(monkeypatch):
     calls = []
     for module, name in ((mamba_lm, "rms_norm"), (mamba_lm, "linear_cross_entropy")):
@@ -208,10 +303,8 @@ def test_recomputed_scans_may_keep_more_than_the_first_ones(monkeypatch):
     original, kept_at_last = triton._KERNELS, []
 
     def forward(*args, backward_follows, **options):
-        y, final_states, kept = original.forward(
-            *args, backward_follows=backward_follows, **options
-        )
-        return y, final_states, kept if backward_follows else None
+        final_states, kept = original.forward(*args, backward_follows=backward_follows, **options)
+        return final_states, kept if backward_follows else None
 
     def backward(*args, **options):
         kept_at_last.append(args[11])
@@ -282,6 +375,34 @@ def test_only_what_stands_between_the_projections_runs_again():
     counts = count_calls(model)
     step(model, make_batch(), fuse=False)
     assert counts == {"in_proj": 1, "x_proj": 2, "dt_proj": 2, "out_proj": 1}
+
+
+def test_a_plain_x_proj_does_not_run_again(monkeypatch):
+    model = make_model()
+    dispatch_packed(model, recompute=True)
+    weight = model.backbone.layers[0].mixer.x_proj.weight
+    widths = []
+
+    def linear(x, given, *bias):
+        if given.data_ptr() == weight.data_ptr():
+            widths.append(x.shape[-1])
+        return original(x, given, *bias)
+
+    original = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    step(model, make_batch(), fuse=False)
+    assert widths == [weight.shape[1]]
+
+
+def test_a_retained_graph_is_recomputed_for_each_backward():
+    model, (tokens, _, layout) = make_model(), make_batch()
+    dispatch_packed(model, recompute=True)
+    with layout.published():
+        logits = model(tokens).logits
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(logits.sum(), parameters, retain_graph=True)
+    second = torch.autograd.grad(logits.sum(), parameters)
+    assert all(map(torch.equal, first, second))
 
 
 def hook_output(layer):

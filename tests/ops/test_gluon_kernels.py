@@ -48,13 +48,18 @@ def test_all_of_this_file_in_the_emulator():
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "2 skipped" in run.stdout, run.stdout
+    assert "3 skipped" in run.stdout, run.stdout
+
+
+def set_channels(monkeypatch, channels):
+    """Let a thread of the forward have one channel, as in these small rows, or two as in others."""
+    # what a GPU of so many multiprocessors takes at once
+    monkeypatch.setattr(chunks, "_PARALLEL", 1584 if channels == 1 else 1e-3)
 
 
 @pytest.fixture(autouse=True)
 def _emulated_kernels(monkeypatch):
-    # documents as short as the tests' are left to Triton only because it is faster there
-    monkeypatch.setattr(gluon_support, "_MIN_MEAN_SEQLEN", 0)
+    set_channels(monkeypatch, 2)
     if not EMULATED or HOPPER:
         return
     for module, name in kernels():
@@ -82,10 +87,14 @@ def emulated(module, name):
     return EmulatedKernel(getattr(module, name))
 
 
-def run(inputs, **options):
+def run(inputs, op=selective_scan, **options):
     inputs = {name: t.to(DEVICE) for name, t in inputs.items()}
     options = {"dt_softplus": True, "impl": "gluon"} | options
-    return {n: t.cpu() for n, t in outputs_and_grads(selective_scan, inputs, **options).items()}
+    return {n: t.cpu() for n, t in outputs_and_grads(op, inputs, **options).items()}
+
+
+def scan_without_states(return_final_states, **arguments):
+    return (selective_scan(**arguments),)
 
 
 def eager_results(inputs, **options):
@@ -100,28 +109,46 @@ def assert_accurate(draws, *, dt_softplus=True):
     assert_errs_like_eager(actual, eager, exact, factor=3 if HOPPER else 2)
 
 
-# around tiles of 8 and 16 tokens and intervals of 64; one, two and four warps
+# around tiles of 8 and 16 tokens and intervals of 64; one, two and four warps; in runs
 SHAPES = [
     dict(lengths=[1, 7, 8, 9, 64, 65, 130], dim=64),
     dict(lengths=[15, 16, 17], dim=128),
     dict(lengths=[66, 1], dim=256),
+    dict(lengths=[1] * 9 + [4, 2, 33], dim=64),
 ]
 
 
 @runs_kernels
+@pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rounds_no_worse_than_eager(dtype):
+def test_rounds_no_worse_than_eager(dtype, channels, monkeypatch):
+    set_channels(monkeypatch, channels)
     assert_accurate(
         [make_scan_inputs(**s, dstate=16, dtype=dtype, seed=i) for i, s in enumerate(SHAPES)]
     )
 
 
 @runs_kernels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_thread_has_one_channel_or_two(shape, monkeypatch):
+    results = []
+    for channels in (1, 2):
+        set_channels(monkeypatch, channels)
+        # boundaries whose schedule is not known yet
+        inputs = make_scan_inputs(**shape, dstate=16, dtype=torch.bfloat16)
+        cu_seqlens = PackedLayout.from_lengths(shape["lengths"]).cu_seqlens
+        assert chunks.schedule_documents(cu_seqlens, shape["dim"]).is_uneven == (channels == 1)
+        results.append(run(inputs))
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
+@runs_kernels
 @pytest.mark.parametrize("absent", ["D", "z", "dt_bias", "initial_states", "dt_softplus"])
 def test_without_what_is_optional(absent):
     draws = [
-        make_scan_inputs([20, 9], dim=64, dstate=16, dtype=torch.bfloat16, seed=seed)
-        for seed in range(3)
+        make_scan_inputs(lengths, dim=64, dstate=16, dtype=torch.bfloat16, seed=seed)
+        for seed, lengths in enumerate([[20, 9], [20, 9], [1, 3, 1, 1, 15]])
     ]
     for inputs in draws:
         inputs.pop(absent, None)
@@ -131,17 +158,25 @@ def test_without_what_is_optional(absent):
 
 
 @pytest.mark.skipif(not HOPPER, reason="the chunks' own kernels are Triton's, tested there")
-def test_long_documents_run_in_chunks(monkeypatch):
+@pytest.mark.parametrize("lengths", [[5, 70, 31, 100], [1] * 20 + [5, 70, 1, 1, 31]], ids=str)
+def test_long_documents_run_in_chunks(lengths, monkeypatch):
     monkeypatch.setattr(chunks, "_limits", lambda fair: (30, 20))
     assert_accurate(
         [
-            make_scan_inputs([5, 70, 31, 100], dim=256, dstate=16, dtype=torch.bfloat16, seed=seed)
+            make_scan_inputs(lengths, dim=256, dstate=16, dtype=torch.bfloat16, seed=seed)
             for seed in range(3)
         ]
     )
 
 
 LENGTHS = [5, 1, 17, 2]
+
+
+@pytest.fixture(params=["one by one", "in runs"])
+def walk(request, monkeypatch):
+    """Whether a program walks these few documents one after another, or in runs."""
+    monkeypatch.setattr(chunks, "_MIN_MEAN", 16 if request.param == "in runs" else 0)
+    return request.param
 
 
 def make_small():
@@ -152,6 +187,8 @@ def make_small():
 def test_slices_of_channels_and_groups_of_documents_change_no_rounding(monkeypatch):
     from xtuner_mamba.ops.selective_scan import gluon_bwd, gluon_fwd
 
+    # three runs
+    monkeypatch.setattr(chunks, "_MAX_RUN", 6)
     whole = run(make_scan_inputs(LENGTHS, dim=192, dstate=16, dtype=torch.bfloat16))
     assert gluon_bwd._slice_width(25, 192) == 192
     monkeypatch.setattr(gluon_bwd, "MAX_SCRATCH_BYTES", 1)
@@ -192,7 +229,7 @@ def test_the_backward_makes_what_a_layer_multiplies(absent):
 
 
 @runs_kernels
-def test_packed_equals_each_document_alone():
+def test_packed_equals_each_document_alone(walk):
     inputs = make_small()
     dy = eighths(inputs["x"].shape, seed=1)
     dfinal = eighths(inputs["initial_states"].shape, seed=2)
@@ -211,8 +248,29 @@ def test_packed_equals_each_document_alone():
 
 
 @runs_kernels
+@pytest.mark.parametrize("op", [selective_scan, scan_without_states])
+def test_documents_in_runs_have_the_bits_of_those_one_by_one(op, monkeypatch):
+    # more than a tile; a long one, of which the last group is not full, before short ones
+    lengths = [1] * 20 + [2, 3, 1, 5, 37, 1, 1, 1, 9, 2]
+    monkeypatch.setattr(chunks, "_MAX_RUN", 32)
+    inputs = make_scan_inputs(lengths, dim=64, dstate=16, dtype=torch.bfloat16)
+    if op is scan_without_states:
+        del inputs["initial_states"]
+    schedule = chunks.schedule_documents(inputs["cu_seqlens"], dim=64)
+    assert schedule.runs.cu_parts.tolist() == [0, 24, 25, 30]
+    in_runs = run(inputs, op)
+    monkeypatch.setattr(chunks, "_MIN_MEAN", 0)
+    one_by_one = run(inputs, op)
+    for name in OF_TOKENS + OF_STATES * (op is selective_scan):
+        bits = (t[name].contiguous().view(torch.int8) for t in (in_runs, one_by_one))
+        assert torch.equal(*bits), name
+    for name in in_runs.keys() - set(OF_TOKENS + OF_STATES):
+        assert relative_rms(in_runs[name], one_by_one[name]) < 1e-6, name
+
+
+@runs_kernels
 @pytest.mark.parametrize("value", [torch.nan, 1e4])
-def test_a_document_leaves_the_bits_of_the_others_alone(value, monkeypatch):
+def test_a_document_leaves_the_bits_of_the_others_alone(value, walk, monkeypatch):
     from xtuner_mamba.ops.selective_scan import gluon_bwd, gluon_fwd
 
     before = run(make_small())
@@ -272,7 +330,7 @@ def test_a_gpu_without_gluon_takes_triton_and_says_why_once(monkeypatch, caplog)
     choices = []
     for reason in (None, "dstate must be 16, got 8", "dstate must be 16, got 4"):
         monkeypatch.setattr(gluon_support, "why_not_gluon", lambda *args, r=reason: r)
-        choices.append(api._choose_impl(x, x, None, None, num_seqs=1))
+        choices.append(api._choose_impl(x, x, None, None))
     assert choices == ["gluon", "triton", "triton"]
     (record,) = caplog.records
     assert record.getMessage().endswith("the faster Gluon: dstate must be 16, got 8")
@@ -280,5 +338,5 @@ def test_a_gpu_without_gluon_takes_triton_and_says_why_once(monkeypatch, caplog)
 
 def test_says_what_it_does_not_take():
     x, A = torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64, 16)
-    reason = gluon_support.why_not_gluon(x, x, A, None, num_seqs=2)
+    reason = gluon_support.why_not_gluon(x, x, A, None)
     assert reason == "the device must be a GPU of compute capability 9.0, got cpu"

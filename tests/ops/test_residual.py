@@ -11,7 +11,7 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * GPU, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 8), (1, 33, 100), (2, 41, 25)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 8), (1, 33, 100), (2, 41, 25), (1, 33, 160)], ids=str)
 def test_is_the_sum_to_the_bit(shape, dtype):
     draw = torch.Generator().manual_seed(0)
     residual = torch.randn(shape, generator=draw).to(DEVICE).requires_grad_()

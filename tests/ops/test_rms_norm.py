@@ -61,8 +61,13 @@ def test_equals_transformers_norm(impl):
 
 
 def test_reference_gradients_are_exact():
-    inputs = [t.double().requires_grad_() for t in make_inputs((1, 3, 5))]
-    assert torch.autograd.gradcheck(lambda *t: rms_norm(*t, eps=EPS, impl="reference"), inputs)
+    x, weight = (t.double().requires_grad_() for t in make_inputs((1, 3, 5)))
+
+    def norm(x, weight, update):
+        return rms_norm(x, weight, update=update, eps=EPS, impl="reference")
+
+    update = torch.full_like(x, 0.1, requires_grad=True)
+    assert torch.autograd.gradcheck(norm, [x, weight, update])
 
 
 def test_a_token_changes_no_bit_of_the_others():
@@ -88,6 +93,47 @@ def test_residual_and_norm_may_each_be_left_unused():
     assert torch.equal(of_y[1].cpu(), both["dweight"])
 
 
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("residual_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("x_dtype", "update_dtype", "dtype"),
+    [
+        (torch.float32, torch.float32, None),
+        (torch.float32, torch.float16, torch.float16),
+        (torch.float32, torch.float16, None),
+        (torch.float16, torch.float16, None),
+    ],
+    ids=str,
+)
+def test_an_update_is_added_before(x_dtype, update_dtype, dtype, residual_dtype, impl):
+    x, weight = (t.to(DEVICE) for t in make_inputs((1, 33, 100), x_dtype, dtype or x_dtype))
+    # rows that lie apart
+    update = make_inputs((1, 33, 200), update_dtype, seed=1)[0].to(DEVICE)[..., :100]
+    leaves = [t.detach().requires_grad_() for t in (x, weight, update)]
+    options = dict(eps=EPS, dtype=dtype, residual_dtype=residual_dtype, impl=impl)
+    actual = rms_norm(*leaves[:2], update=leaves[2], **options)
+    incoming = [eighths(t.shape, seed).to(t) for seed, t in enumerate(actual)]
+    dx, dweight, dupdate = torch.autograd.grad(actual, leaves, incoming)
+
+    total = (leaves[0] + leaves[2]).detach().requires_grad_()
+    expected = rms_norm(total, leaves[1], **options)
+    dtotal, expected_dweight = torch.autograd.grad(expected, [total, leaves[1]], incoming)
+    assert all(map(torch.equal, actual, expected))
+    assert torch.equal(dx, dtotal)
+    assert torch.equal(dweight, expected_dweight)
+    assert torch.equal(dupdate, dtotal.to(update_dtype))
+
+
+def test_an_update_of_an_unused_norm_gets_its_gradient():
+    x, weight = (t.to(DEVICE) for t in make_inputs((1, 5, 8)))
+    leaves = [t.requires_grad_() for t in (x, torch.ones_like(x).half())]
+    _, residual = rms_norm(leaves[0], weight, update=leaves[1], eps=EPS, impl="triton")
+    dresidual = eighths(residual.shape).to(residual)
+    grads = torch.autograd.grad(residual, leaves, dresidual)
+    assert torch.equal(grads[0], dresidual)
+    assert torch.equal(grads[1], dresidual.half())
+
+
 def test_rows_may_lie_apart():
     x, weight = make_inputs((1, 9, 16))
     wide = torch.cat([x, x], dim=-1)[..., :16]
@@ -110,6 +156,8 @@ def test_same_bits_twice():
         (dict(weight=torch.ones(3)), r"got \(2, 4\) and \(3,\)"),
         (dict(x=torch.ones(0, 4)), r"got \(0, 4\) and \(4,\)"),
         (dict(x=torch.ones(2, 4, dtype=torch.long)), "got torch.int64"),
+        (dict(update=torch.ones(2, 5)), r"shape of x, \(2, 4\), got \(2, 5\)"),
+        (dict(update=torch.ones(2, 4).double()), "dtype of x, torch.float32, .* got torch.float64"),
         (dict(impl="cuda"), "got 'cuda'"),
         (dict(x=torch.ones(2, 4).double(), impl="triton"), "got torch.float64; take impl="),
     ],

@@ -15,16 +15,19 @@ import triton
 
 COMPILES = os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available()
 ROWS = {"x", "dt", "z", "y", "dy", "dx", "ddt", "dz"}
-HALVES = ROWS | {"weight", "bias", "initial_states"}
-INTEGERS = {"cu_seqlens", "cu_chunks", "seqs", "seq_idx"}
+HALVES = ROWS | {"weight", "bias", "initial_states", "update", "rounded", "dupdate", "logits"}
+INTEGERS = {"cu_seqlens", "cu_chunks", "seqs", "seq_idx", "targets"}
 SCAN = {"SOFTPLUS": True, "DSTATE": 16, "BLOCK_N": 16, "BLOCK_D": 128}
 CONV = {"WIDTH": 4, "SILU": True, "BLOCK_D": 128, "GROUP": 8, "dim": 4096}
 CONV |= {"stride_x": 8192, "stride_dy": 4096, "stride_dy_fork": 4096, "stride_dx": 8192}
 
 
 def kernels():
+    from xtuner_mamba.ops import residual
     from xtuner_mamba.ops.causal_conv1d import triton_bwd as conv_bwd
     from xtuner_mamba.ops.causal_conv1d import triton_fwd as conv_fwd
+    from xtuner_mamba.ops.linear_cross_entropy import triton as cross_entropy
+    from xtuner_mamba.ops.rms_norm import triton as norm
     from xtuner_mamba.ops.selective_scan import chunks, gpu_layout, triton_bwd, triton_fwd
 
     layout = {"A_IS_LOG": True, "BLOCK": 64, "dim": 4096}
@@ -41,6 +44,15 @@ def kernels():
         "conv forward": (conv_fwd._conv_fwd_kernel, {}),
         "conv backward": (conv_bwd._conv_bwd_kernel, {}),
         "conv sums": (conv_bwd._sum_filter_kernel, {"BLOCK": 32, "ROWS": 32}),
+        "norm forward": (norm._norm_fwd_kernel, {"ROUND": True, "HAS_RESIDUAL": True}),
+        "norm backward": (norm._norm_bwd_kernel, {"HAS_DRESIDUAL": True, "BLOCK_T": 32}),
+        "sum": (residual._add_kernel, {"VECTOR": 16, "BLOCK": 4096}),
+        "cross entropy": (
+            cross_entropy._cross_entropy_kernel,
+            {"vocab": 50280, "IGNORE": -100, "NEEDS_GRAD": True, "BLOCK_V": 4096},
+        ),
+        "conv forward, one tap": (conv_fwd._conv_fwd_kernel, {"WIDTH": 1}),
+        "conv backward, one tap": (conv_bwd._conv_bwd_kernel, {"WIDTH": 1}),
     }
 
 
@@ -50,7 +62,7 @@ def test_all_of_this_file_without_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "11 passed, 1 skipped" in run.stdout, run.stdout
+    assert "17 passed, 1 skipped" in run.stdout, run.stdout
 
 
 @pytest.mark.skipif(not COMPILES, reason="the test above runs it, or a GPU runs the kernels")
@@ -68,6 +80,13 @@ def test_all_of_this_file_without_the_interpreter():
         "conv forward",
         "conv backward",
         "conv sums",
+        "norm forward",
+        "norm backward",
+        "sum",
+        "cross entropy",
+        # windows of no tokens
+        "conv forward, one tap",
+        "conv backward, one tap",
     ],
 )
 def test_compiles(name):
@@ -84,7 +103,7 @@ def test_compiles(name):
             signature[arg] = "*i32"
         elif arg == "order":
             signature[arg] = "*i64"
-        elif arg == "unknown_one":
+        elif arg in ("unknown_one", "eps"):
             signature[arg] = "fp32"
         elif arg.startswith("stride") or arg in (
             "dim",
@@ -92,6 +111,7 @@ def test_compiles(name):
             "num_seqs",
             "num_groups",
             "num_parts",
+            "num_vectors",
             "block_t",
         ):
             signature[arg] = "i32"

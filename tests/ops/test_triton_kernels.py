@@ -6,6 +6,7 @@ the GPU. Oracles run on the CPU in float64.
 
 import functools
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from xtuner_mamba.testing import (
     documents,
     eighths,
     in_float64,
+    lognormal_lengths,
     make_conv_inputs,
     make_scan_inputs,
     outputs_and_grads,
@@ -263,7 +265,7 @@ def test_chunks_cover_documents(lengths, longest, size):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(chunks, "_limits", lambda fair: (longest, size))
         cu_seqlens = PackedLayout.from_lengths(lengths).cu_seqlens
-        cuts, order, layout = chunks.schedule_documents(cu_seqlens, dim=8)
+        cuts, order, layout, *_ = chunks.schedule_documents(cu_seqlens, dim=8)
     in_order = cuts.diff()[order].tolist()
     assert in_order == sorted(cuts.diff().tolist(), reverse=True)
     assert sorted(order.tolist()) == list(range(len(order)))
@@ -281,6 +283,52 @@ def test_chunks_cover_documents(lengths, longest, size):
         assert parts[layout.seqs == i_seq].tolist() == expected
 
 
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    mean=st.integers(0, 50),
+    longest=st.integers(1, 60),
+    look_ahead=st.integers(1, 16),
+    cut=st.booleans(),
+)
+def test_runs_cover_parts(lengths, mean, longest, look_ahead, cut):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(chunks, "_MIN_MEAN", mean)
+        monkeypatch.setattr(chunks, "_MAX_RUN", longest)
+        monkeypatch.setattr(chunks, "_LOOK_AHEAD", look_ahead)
+        if cut:
+            monkeypatch.setattr(chunks, "_limits", lambda fair: (5, 3))
+        cu_seqlens = PackedLayout.from_lengths(lengths).cu_seqlens
+        cuts, order, _, runs, _ = chunks.schedule_documents(cu_seqlens, dim=8)
+    parts = cuts.diff().tolist()
+    if runs.cu_parts is None:
+        assert runs[:2] == (cuts, order)
+        assert runs.resets is None
+        pairs = [sum(pair) for pair in pairwise(parts)]
+        assert sum(parts) >= mean * len(parts) or min(pairs, default=61) > longest
+        return
+    assert sum(parts) < mean * len(parts)
+    assert cuts[runs.cu_parts.long()].tolist() == runs.cu_seqlens.tolist()
+    in_runs = runs.cu_seqlens.diff()
+    assert in_runs[runs.order].tolist() == sorted(in_runs.tolist(), reverse=True)
+    alone = runs.cu_parts.diff() == 1
+    assert (in_runs[~alone] <= longest).all()
+    # none could take the first part of the next
+    assert all(in_runs[i] + parts[first] > longest for i, first in enumerate(runs.cu_parts[1:-1]))
+    inside = set(cuts.tolist()) - set(runs.cu_seqlens.tolist())
+    for t, bits in enumerate(runs.resets.tolist()):
+        assert bits == sum(1 << i for i in range(look_ahead) if t + i in inside)
+
+
+def test_runs_are_as_documented(monkeypatch):
+    monkeypatch.setattr(chunks, "_MAX_RUN", 4)
+    cu_seqlens = PackedLayout.from_lengths([2, 1, 3, 4]).cu_seqlens
+    runs = chunks.schedule_documents(cu_seqlens, dim=8).runs
+    assert runs.cu_seqlens.tolist() == [0, 3, 6, 10]
+    assert runs.order.tolist() == [2, 0, 1]
+    assert runs.cu_parts.tolist() == [0, 2, 3, 4]
+    assert runs.resets.tolist() == [4, 2, 1, 0, 0, 0, 0, 0, 0, 0]
+
+
 def test_only_documents_that_keep_others_waiting_are_cut():
     packed = PackedLayout.from_lengths([2048] * 32).cu_seqlens
     assert chunks.schedule_documents(packed, dim=4096).chunks is None
@@ -292,6 +340,30 @@ def test_only_documents_that_keep_others_waiting_are_cut():
     alone[1] = 100
     check_cu_seqlens(alone, 100)
     assert chunks.schedule_documents(alone, dim=4096).chunks is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dim", "is_uneven"),
+    [
+        # all tokens are a GPU's share of 2,648, 1,324 and 993
+        (lognormal_lengths(65_536), 4096, False),
+        (lognormal_lengths(32_768), 4096, True),
+        (lognormal_lengths(65_536), 1536, True),
+        ([300] * 100, 4096, False),
+    ],
+)
+def test_a_schedule_says_if_the_longest_outlasts_the_others(lengths, dim, is_uneven):
+    cu_seqlens = PackedLayout.from_lengths(lengths).cu_seqlens
+    assert chunks.schedule_documents(cu_seqlens, dim).is_uneven == is_uneven
+
+
+def test_boundaries_must_not_change_before_the_backward():
+    inputs = make_scan([3, 5], dim=24)
+    inputs["x"].requires_grad_()
+    y = selective_scan(**inputs, impl="triton")
+    inputs["cu_seqlens"][1] = 4
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_packed_equals_each_document_alone(op):
@@ -446,7 +518,8 @@ def test_a_gradient_is_written_where_it_is_told(op, i_half):
     leaves |= {name: halves[i_half], out: halves[2 + i_half]}
     y = OPS[op](**leaves, **OPTIONS[op], impl="triton")
     (gradient,) = torch.autograd.grad(y, halves[i_half], dy.to(DEVICE))
-    assert torch.equal(gradient.cpu(), expected[f"d{name}"])
+    # other strides are another kernel, which may contract other products
+    assert relative_rms(gradient.cpu(), expected[f"d{name}"]) < 1e-6
     assert gradient.stride(1) == 2 * 24
     assert gradient.storage_offset() == 24 * i_half
 

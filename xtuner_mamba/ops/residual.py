@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 from xtuner_mamba.ops.triton_support import cdiv, check_triton_takes
 
 _BLOCK = 4096
+# elements in whose multiples a size must come to be masked by whole vectors
+_VECTOR = 16
 
 
 def add_to_residual(residual: Tensor, update: Tensor) -> Tensor:
@@ -49,7 +51,10 @@ class AddToResidualFunction(torch.autograd.Function):
         residual, update = residual.contiguous(), update.contiguous()
         total = torch.empty_like(residual)
         size = residual.numel()
-        _add_kernel[(cdiv(size, _BLOCK),)](residual, update, total, size, BLOCK=_BLOCK, num_warps=8)
+        vector = 1 if size % _VECTOR else _VECTOR
+        _add_kernel[(cdiv(size, _BLOCK),)](
+            residual, update, total, size // vector, VECTOR=vector, BLOCK=_BLOCK, num_warps=8
+        )
         return total
 
     @staticmethod
@@ -59,10 +64,10 @@ class AddToResidualFunction(torch.autograd.Function):
 
 
 # changes from step to step: a kernel for each of its divisors would be compiled in turn
-@triton.jit(do_not_specialize=["size"])
-def _add_kernel(residual, update, total, size, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_vectors"])
+def _add_kernel(residual, update, result, num_vectors, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < size
+    mask = offsets < num_vectors.to(tl.int64) * VECTOR
     b_residual = tl.load(residual + offsets, mask=mask)
     b_update = tl.load(update + offsets, mask=mask)
-    tl.store(total + offsets, b_residual.to(tl.float32) + b_update.to(tl.float32), mask=mask)
+    tl.store(result + offsets, b_residual.to(tl.float32) + b_update.to(tl.float32), mask=mask)

@@ -6,7 +6,7 @@ their weights, so that a LoRA or a quantised layer in their place acts.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from xtuner_mamba.layout import PackedLayout, current_layout
 from xtuner_mamba.model.dispatch.cached_rows import CachedRows, refuse_cache_with_packs
 from xtuner_mamba.model.dispatch.continued_rows import ContinuedRows
+from xtuner_mamba.model.dispatch.kept_outputs import keep_outputs, linear_kept, take_outputs
 from xtuner_mamba.ops import backward_follows, causal_conv1d, rms_norm, selective_scan
 from xtuner_mamba.ops.halves import GradientHalf, split_halves
 
@@ -111,7 +112,7 @@ def mix_documents(
             mix,
             projected,
             use_reentrant=False,
-            context_fn=lambda: (nullcontext(), backward_follows()),
+            context_fn=_contexts_of_two_runs,
             # the second run keeps more
             determinism_check="none",
             # a device's generators take the host longer than a kernel
@@ -120,6 +121,27 @@ def mix_documents(
     else:
         y = mix(projected)
     return y if shape[0] == 1 else y.reshape(shape)
+
+
+def _contexts_of_two_runs() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Let the first run keep what is small, and the second take it."""
+    outputs = []
+    return keep_outputs(outputs), _SecondRun(outputs)
+
+
+class _SecondRun(AbstractContextManager):
+    """May be entered again: a graph that is retained is recomputed for each backward."""
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        self._outputs = outputs
+
+    def __enter__(self) -> None:
+        self._entered = ExitStack()
+        self._entered.enter_context(take_outputs(self._outputs))
+        self._entered.enter_context(backward_follows())
+
+    def __exit__(self, *error) -> None:
+        self._entered.__exit__(*error)
 
 
 def convolve(
@@ -163,6 +185,16 @@ def _convolve_for_two(
 def is_partitioned(parameter: Tensor) -> bool:
     """Tell whether DeepSpeed's ZeRO-3 owns a parameter, whole only while its module runs."""
     return hasattr(parameter, "ds_id")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Tell whether somebody wants to know when a module runs, which must then be called."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def layout_of(hidden_states: Tensor) -> PackedLayout:
@@ -209,14 +241,7 @@ def _recomputes(
 
 def _is_plain(layer: nn.Module) -> bool:
     """Tell whether a projection is nothing but a product with its weight."""
-    return (
-        type(layer) is nn.Linear
-        and "forward" not in layer.__dict__
-        and not layer._forward_hooks
-        and not layer._forward_pre_hooks
-        and not layer._backward_hooks
-        and not layer._backward_pre_hooks
-    )
+    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and not has_hooks(layer)
 
 
 def _may_draw(self: nn.Module) -> bool:
@@ -258,31 +283,35 @@ def _mix(
         heads = _zamba_heads(self, x_fork)
     else:
         heads = [_head(self, x_fork, family)]
-    layer = _weights_of_out_proj(self, x) if len(heads) == 1 else {}
-    y = _scan(self, heads, x, z, cu_seqlens=cu_seqlens, rows=rows, dz_out=dz_out, **layer)
-    return y if layer else self.out_proj(y)
+    # of several heads, or gated after the scan, the output is not yet out_proj's input
+    is_last = len(heads) == 1 and self.activation in ("silu", "swish")
+    weights = _weights_of(self.out_proj, x) if is_last else None
+    if weights is None:
+        y = _scan(self, heads, x, z, cu_seqlens=cu_seqlens, rows=rows, dz_out=dz_out)
+        return self.out_proj(y)
+    return _scan(
+        self, heads, x, z, cu_seqlens=cu_seqlens, rows=rows, dz_out=dz_out,
+        out_proj_weight=weights[0], out_proj_bias=weights[1],
+    )  # fmt: skip
 
 
-def _weights_of_out_proj(self: nn.Module, y: Tensor) -> dict[str, Tensor | None]:
-    """Return what the scan may multiply its output with, under its names; none if it must not.
+def _weights_of(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    """Return what a linear layer multiplies x with and adds, if nothing else must happen.
 
-    A layer that stands in for the projection (LoRA, 4 bit) or has hooks is called as it is, and
+    A layer that stands in for a projection (LoRA, 4 bit) or has hooks is called as it is, and
     ZeRO-3 gathers the weight for that alone.
     """
-    layer = self.out_proj
-    # with another activation the gate is applied after the scan
-    if not _is_plain(layer) or self.activation not in ("silu", "swish"):
-        return {}
+    if not _is_plain(layer):
+        return None
     # read once: a module looks for its parameters in Python
     weight, bias = layer.weight, layer.bias
     if is_partitioned(weight):
-        return {}
-    if weight.dtype != y.dtype:
-        if not torch.is_autocast_enabled(y.device.type):
-            return {}
-        weight = weight.to(y.dtype)
-    bias = None if bias is None else bias.to(y.dtype)
-    return dict(out_proj_weight=weight, out_proj_bias=bias)
+        return None
+    if weight.dtype != x.dtype:
+        if not torch.is_autocast_enabled(x.device.type):
+            return None
+        weight = weight.to(x.dtype)
+    return weight, None if bias is None else bias.to(x.dtype)
 
 
 def _scan(
@@ -351,7 +380,12 @@ def _zamba_heads(self: nn.Module, x: Tensor) -> list[_Head]:
 
 
 def _head(self: nn.Module, x: Tensor, family: str) -> _Head:
-    selection = _split_selection(self.x_proj(x), self.A_log.shape[-1])
+    weights = _weights_of(self.x_proj, x)
+    if weights is None or weights[1] is not None:
+        selected = self.x_proj(x)
+    else:
+        selected = linear_kept(x, weights[0])
+    selection = _split_selection(selected, self.A_log.shape[-1])
     dt, B, C = _norm_selection(self, family, *selection)
     dt, dt_bias = _project_without_bias(self.dt_proj, dt)
     return _Head(dt, B, C, dt_bias, self.A_log, self.D)

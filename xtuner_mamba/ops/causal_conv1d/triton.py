@@ -39,11 +39,11 @@ class CausalConv1dFunction(torch.autograd.Function):
         if initial_states is not None:
             initial_states = initial_states.contiguous()
         args = x, weight, bias, initial_states, cu_seqlens, _documents_of(cu_seqlens, len(x))
-        y, final_states = _conv_fwd(*args, activation, return_final_states=return_final_states)
+        y = x.new_empty(ctx.shape)
+        final_states = _conv_fwd(*args, activation, y, return_final_states=return_final_states)
         ctx.save_for_backward(*args)
         ctx.activation, ctx.dx_out = activation, dx_out
         ctx.set_materialize_grads(False)
-        y = y.view(ctx.shape)
         # not detached: PyTorch then lets nobody change the one in place and read the other
         return y, y.view_as(y), final_states
 

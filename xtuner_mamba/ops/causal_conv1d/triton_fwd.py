@@ -53,16 +53,15 @@ def _conv_fwd_kernel(
         # most groups lie within one document, and need not ask at every token
         i_last = tl.load(seq_idx + first + tl.minimum(i_group + GROUP, num_tokens) - 1)
         if (i_last == i_seq) & (i_group + GROUP <= num_tokens):
-            b_window = _walk_group(
+            b_window, i_seq = _walk_group(
                 b_xs, b_window, b_taps, b_bias, p_y, seq_idx + first, i_seq, initial_states,
                 i_group, num_tokens, dim, o_d, m_d, WIDTH, SILU, GROUP, False,
             )  # fmt: skip
         else:
-            b_window = _walk_group(
+            b_window, i_seq = _walk_group(
                 b_xs, b_window, b_taps, b_bias, p_y, seq_idx + first, i_seq, initial_states,
                 i_group, num_tokens, dim, o_d, m_d, WIDTH, SILU, GROUP, True,
             )  # fmt: skip
-        i_seq = i_last
         p_x += GROUP * stride_x
         p_y += GROUP * dim
 
@@ -73,7 +72,7 @@ def _walk_group(
     i_group, num_tokens, dim: tl.constexpr, o_d, m_d,
     WIDTH: tl.constexpr, SILU: tl.constexpr, GROUP: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of ``GROUP`` tokens, and return the next one's window.
+    """Store the results of ``GROUP`` tokens; return the next one's window, and the last's document.
 
     ``EDGES`` asks at every token where documents begin and the program's own tokens end.
     """
@@ -85,14 +84,14 @@ def _walk_group(
             i_next = tl.load(seq_idx + i_t, mask=i_t < num_tokens, other=i_seq)
             if i_next != i_seq:
                 b_window = first_window(initial_states, i_next, dim, o_d, m_d, WIDTH)
-            i_seq = i_next
+                i_seq = i_next
         b_inputs = (b_xs[i],) + b_window
         b_y = convolve(b_inputs, b_taps, b_bias, WIDTH)
         if SILU:
             b_y = silu(b_y)
         tl.store(p_y + i * dim, b_y, mask=m_t)
         b_window = b_inputs[:-1]
-    return b_window
+    return b_window, i_seq
 
 
 @triton.jit
@@ -119,10 +118,11 @@ def tokens_of_a_program(total: int) -> int:
 
 def _conv_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None,
-    cu_seqlens: Tensor, seq_idx: Tensor, activation: str | None, *, return_final_states: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    cu_seqlens: Tensor, seq_idx: Tensor, activation: str | None, y: Tensor,
+    *, return_final_states: bool,
+) -> Tensor | None:  # fmt: skip
+    """Launch the forward: write y, return the final states."""
     (total, dim), width, num_seqs = x.shape, weight.shape[1], len(cu_seqlens) - 1
-    y = x.new_empty(total, dim)
     block_t, block_d = tokens_of_a_program(total), 512
     num_blocks = cdiv(dim, block_d)
     _conv_fwd_kernel[(num_blocks * cdiv(total, block_t),)](
@@ -131,10 +131,10 @@ def _conv_fwd(
         WIDTH=width, SILU=activation == "silu", BLOCK_D=block_d, GROUP=GROUP, num_warps=4,
     )  # fmt: skip
     if not return_final_states:
-        return y, None
+        return None
     final_states = x.new_empty(num_seqs, dim, width - 1)
     _conv_final_states_kernel[(num_blocks * num_seqs,)](
         x, initial_states, cu_seqlens, final_states, x.stride(0), dim,
         WIDTH=width, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
-    return y, final_states
+    return final_states

@@ -41,16 +41,20 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        # in float32: a product of 16 bits would round the factor too
         dx, dweight = (
-            None if d is None else (d.float() * dloss).to(ctx.dtype) for d in ctx.saved_tensors
+            None if d is None else _scale(d, dloss, ctx.dtype) for d in ctx.saved_tensors
         )
         return dx, dweight, None, None
 
 
+def _scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply in float32 in one pass: a product of 16 bits would round the factor too."""
+    return torch.mul(gradient, factor[None], out=gradient.new_empty(gradient.shape, dtype=dtype))
+
+
 @triton.jit
 def _cross_entropy_kernel(
-    logits, targets, losses, vocab,
+    logits, targets, losses, vocab: tl.constexpr,
     IGNORE: tl.constexpr, NEEDS_GRAD: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     i_t = tl.program_id(0)
@@ -98,7 +102,8 @@ def _linear_cross_entropy_fwd(
         rows = slice(first, min(first + slice_t, total))
         logits = x[rows] @ weight.t()
         _cross_entropy_kernel[(len(logits),)](
-            logits, targets[rows], losses[rows], vocab,
+            # a constant, so that rows of a multiple of 8 are known to be that of whole vectors
+            logits, targets[rows], losses[rows], vocab=vocab,
             IGNORE=IGNORE_INDEX, NEEDS_GRAD=needs_dx or needs_dweight,
             BLOCK_V=min(4096, next_power_of_2(vocab)), num_warps=8,
         )  # fmt: skip

@@ -1,12 +1,13 @@
 """RMS norm at the head of a residual block: contract, checks and choice of the kernel.
 
-    x'       = x rounded to ``dtype``
-    y[t]     = weight * x'[t] / sqrt(mean(x'[t]^2) + eps)
-    residual = x in ``residual_dtype``
+    s        = x + update
+    s'       = s rounded to ``dtype``
+    y[t]     = weight * s'[t] / sqrt(mean(s'[t]^2) + eps)
+    residual = s in ``residual_dtype``
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; roundings as in
-transformers' ``MambaRMSNorm`` and ``MambaBlock``. Both uses of x are one op, so that its backward
-adds their gradients while it writes them.
+transformers' ``MambaRMSNorm`` and ``MambaBlock``. Both uses of the sum are one op, so that its
+backward adds their gradients while it writes them, in the dtypes of both summands.
 
 Dimensions:
     dim: channels
@@ -28,7 +29,7 @@ class NormWithResidual(NamedTuple):
     y: Tensor
     """Normed, ``(..., dim)``."""
     residual: Tensor
-    """What went in, ``(..., dim)``."""
+    """What was normed, ``(..., dim)``."""
 
 
 def rms_norm(
@@ -38,6 +39,7 @@ def rms_norm(
     eps: float,
     dtype: torch.dtype | None = None,
     residual_dtype: torch.dtype | None = None,
+    update: Tensor | None = None,
     impl: Impl | None = None,
 ) -> NormWithResidual:
     """Norm every token on its own, and hand on what came in.
@@ -48,14 +50,15 @@ def rms_norm(
         x: Activations, ``(..., dim)``.
         weight: Scale of each channel, ``(dim,)``.
         eps: Added to the mean square.
-        dtype: ``x`` is rounded to it before anything else; ``None`` leaves it.
+        dtype: The sum is rounded to it before it is normed; ``None`` leaves it in that of ``x``.
         residual_dtype: Of the residual; ``None`` stands for that of ``x``.
+        update: Added to ``x`` first, in its dtype or a narrower one, ``(..., dim)``.
         impl: ``"triton"`` runs on a GPU, ``"reference"`` in plain PyTorch. ``None`` takes the
             first on a GPU and the second elsewhere; a named one is never switched.
 
     Returns:
         The normed tokens, in the dtype that ``weight`` and ``dtype`` promote to, and the residual.
-        Differentiable in ``x`` and ``weight``.
+        Differentiable in ``x``, ``weight`` and ``update``.
 
     Raises:
         ValueError: A shape or a dtype disagrees with the above, or ``impl`` is unknown.
@@ -67,9 +70,24 @@ def rms_norm(
         )
     if not x.is_floating_point():
         raise ValueError(f"x must have a floating-point dtype, got {x.dtype}")
+    if update is not None:
+        _check_update(x, update)
     norm = _resolve(impl, x.device)
+    args = x, weight, eps, dtype or x.dtype, residual_dtype or x.dtype, update
     with without_autocast(x.device.type):
-        return NormWithResidual(*norm(x, weight, eps, dtype or x.dtype, residual_dtype or x.dtype))
+        return NormWithResidual(*norm(*args))
+
+
+def _check_update(x: Tensor, update: Tensor) -> None:
+    if update.shape != x.shape:
+        raise ValueError(
+            f"update must have the shape of x, {tuple(x.shape)}, got {tuple(update.shape)}"
+        )
+    if torch.promote_types(x.dtype, update.dtype) != x.dtype:
+        raise ValueError(
+            f"update must have the dtype of x, {x.dtype}, or a narrower one, got {update.dtype}; "
+            "the sum would be rounded"
+        )
 
 
 def _resolve(impl: Impl | None, device: torch.device):

@@ -18,47 +18,62 @@ _BLOCK_T = 32
 
 
 def rms_norm_triton(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, residual_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, residual_dtype: torch.dtype,
+    update: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.rms_norm`."""
-    for tensor in (x, weight):
+    for tensor in (x, weight) if update is None else (x, weight, update):
         check_triton_takes(tensor, "take impl='reference'")
     # kernels are launched on the current device, which need not be that of x
     with torch.cuda.device_of(x):
-        return RmsNormFunction.apply(x, weight, eps, dtype, residual_dtype)
+        return RmsNormFunction.apply(x, weight, eps, dtype, residual_dtype, update)
 
 
 class RmsNormFunction(torch.autograd.Function):
-    """Saves x as it was rounded, and a scale for each token."""
+    """Saves what is normed as it was rounded, and a scale for each token."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps, dtype, residual_dtype):
+    def forward(ctx, x, weight, eps, dtype, residual_dtype, update):
         # laid end to end here, where autograd notes down no views
-        rows = with_unit_stride(x.reshape(-1, x.shape[-1]))
-        weight = weight.contiguous()
-        y, rounded, scales, residual = _norm_fwd(rows, weight, eps, dtype, residual_dtype)
+        rows, weight = _rows_of(x), weight.contiguous()
+        y, rounded, scales, residual = _norm_fwd(
+            rows, weight, eps, dtype, residual_dtype,
+            None if update is None else _rows_of(update), x.shape,
+        )  # fmt: skip
         ctx.save_for_backward(rounded, scales, weight)
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.shape = x.shape
+        ctx.x_dtype, ctx.update_dtype = x.dtype, None if update is None else update.dtype
         ctx.set_materialize_grads(False)
-        return y.view(x.shape), x if residual is rows else residual.view(x.shape)
+        return y, x if residual is rows else residual
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dresidual):
         rounded, scales, weight = ctx.saved_tensors
         if dy is None:
-            dx = None if dresidual is None else dresidual.to(ctx.x_dtype)
-            return dx, None, None, None, None
-        dy = with_unit_stride(dy.reshape(rounded.shape))
-        if dresidual is not None:
-            dresidual = with_unit_stride(dresidual.reshape(rounded.shape))
-        dx, dweight = _norm_bwd(dy, dresidual, rounded, scales, weight, ctx.x_dtype)
-        return dx.view(ctx.x_shape), dweight, None, None, None
+            dtypes = ctx.x_dtype, ctx.update_dtype
+            dx, dupdate = (
+                None if dresidual is None or dtype is None else dresidual.to(dtype)
+                for dtype in dtypes
+            )
+            return dx, None, None, None, None, dupdate
+        dx, dweight, dupdate = _norm_bwd(
+            _rows_of(dy), None if dresidual is None else _rows_of(dresidual), _rows_of(rounded),
+            scales, weight, ctx.x_dtype, ctx.update_dtype,
+        )  # fmt: skip
+        dx = dx.view(ctx.shape)
+        if dupdate is not None:
+            dupdate = dupdate.view(ctx.shape)
+        return dx, dweight, None, None, None, dupdate
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    return with_unit_stride(x.reshape(-1, x.shape[-1]))
 
 
 @triton.jit
 def _norm_fwd_kernel(
-    x, weight, y, rounded, scales, residual, stride_x, dim, eps,
+    x, weight, update, y, rounded, scales, residual, stride_x, stride_update, dim, eps,
     ROUND: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     i_t = tl.program_id(0).to(tl.int64)
@@ -66,6 +81,9 @@ def _norm_fwd_kernel(
     m_d = o_d < dim
     o_y = i_t * dim + o_d
     b_x = tl.load(x + i_t * stride_x + o_d, mask=m_d, other=0.0)
+    if update is not None:
+        b_update = tl.load(update + i_t * stride_update + o_d, mask=m_d, other=0.0)
+        b_x = (b_x.to(tl.float32) + b_update.to(tl.float32)).to(x.dtype.element_ty)
     if HAS_RESIDUAL:
         tl.store(residual + o_y, b_x, mask=m_d)
     b_rounded = b_x.to(rounded.dtype.element_ty)
@@ -82,7 +100,7 @@ def _norm_fwd_kernel(
 # changes from step to step: a kernel for each of its divisors would be compiled in turn
 @triton.jit(do_not_specialize=["total"])
 def _norm_bwd_kernel(
-    dy, dresidual, rounded, scales, weight, dx, dweights, stride_dy, stride_dresidual,
+    dy, dresidual, rounded, scales, weight, dx, dupdate, dweights, stride_dy, stride_dresidual,
     stride_rounded, total, dim,
     HAS_DRESIDUAL: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -103,24 +121,32 @@ def _norm_bwd_kernel(
             p_dresidual = dresidual + i_t * stride_dresidual + o_d
             b_dx += tl.load(p_dresidual, mask=m_d, other=0.0).to(tl.float32)
         tl.store(dx + i_t * dim + o_d, b_dx, mask=m_d)
+        if dupdate is not None:
+            tl.store(dupdate + i_t * dim + o_d, b_dx, mask=m_d)
     tl.store(dweights + tl.program_id(0) * dim + o_d, b_dw, mask=m_d)
 
 
 def _norm_fwd(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, residual_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, residual_dtype: torch.dtype,
+    update: Tensor | None, shape: torch.Size,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch the forward: y, what was normed, its scales and the residual, of that shape."""
     total, dim = x.shape
-    # what needs no rounding is handed on without a copy
-    rounded = x if dtype == x.dtype else torch.empty((total, dim), dtype=dtype, device=x.device)
+    # what needs no sum and no rounding is handed on without a copy
     residual = x
-    if residual_dtype != x.dtype:
-        residual = torch.empty((total, dim), dtype=residual_dtype, device=x.device)
+    if update is not None or residual_dtype != x.dtype:
+        residual = torch.empty(shape, dtype=residual_dtype, device=x.device)
+    normed = x if update is None else residual
+    rounded = normed
+    if not dtype == x.dtype == normed.dtype:
+        rounded = torch.empty(shape, dtype=dtype, device=x.device)
     y_dtype = torch.promote_types(dtype, weight.dtype)
-    y = torch.empty((total, dim), dtype=y_dtype, device=x.device)
+    y = torch.empty(shape, dtype=y_dtype, device=x.device)
     scales = torch.empty(total, dtype=torch.float32, device=x.device)
     _norm_fwd_kernel[(total,)](
-        x, weight, y, rounded, scales, residual, x.stride(0), dim, eps,
-        ROUND=rounded is not x, HAS_RESIDUAL=residual is not x,
+        x, weight, update, y, rounded, scales, residual, x.stride(0),
+        0 if update is None else update.stride(0), dim, eps,
+        ROUND=rounded is not normed, HAS_RESIDUAL=residual is not x,
         BLOCK_D=next_power_of_2(dim), num_warps=4,
     )  # fmt: skip
     return y, rounded, scales, residual
@@ -128,16 +154,21 @@ def _norm_fwd(
 
 def _norm_bwd(
     dy: Tensor, dresidual: Tensor | None, rounded: Tensor, scales: Tensor, weight: Tensor,
-    x_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x_dtype: torch.dtype, update_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     total, dim = rounded.shape
     num_blocks = cdiv(total, _BLOCK_T)
     dx = torch.empty((total, dim), dtype=x_dtype, device=dy.device)
+    dupdate = None
+    if update_dtype not in (None, x_dtype):
+        dupdate = torch.empty((total, dim), dtype=update_dtype, device=dy.device)
     dweights = torch.empty((num_blocks, dim), dtype=torch.float32, device=dy.device)
     _norm_bwd_kernel[(num_blocks,)](
-        dy, dresidual, rounded, scales, weight, dx, dweights, dy.stride(0),
+        dy, dresidual, rounded, scales, weight, dx, dupdate, dweights, dy.stride(0),
         0 if dresidual is None else dresidual.stride(0), rounded.stride(0), total, dim,
         HAS_DRESIDUAL=dresidual is not None,
         BLOCK_D=next_power_of_2(dim), BLOCK_T=_BLOCK_T, num_warps=8,
     )  # fmt: skip
-    return dx, dweights.sum(0).to(weight.dtype)
+    # one gradient for both summands, if it is one dtype
+    dupdate = dx if update_dtype == x_dtype else dupdate
+    return dx, dweights.sum(0).to(weight.dtype), dupdate

@@ -116,7 +116,7 @@ def selective_scan(
     _check_out_proj(x, out_proj_weight, out_proj_bias)
     rest = initial_states, cu_seqlens, dt_softplus
     with without_autocast(x.device.type):
-        impl = impl or _choose_impl(x, dt, A, z, cu_seqlens.shape[0] - 1)
+        impl = impl or _choose_impl(x, dt, A, z)
         scan = _resolve(impl)
         if impl in ("gluon", "triton"):
             y, final_states = scan(
@@ -157,12 +157,12 @@ def _check_out_proj(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> No
             )
 
 
-def _choose_impl(x: Tensor, dt: Tensor, A: Tensor, z: Tensor | None, num_seqs: int) -> Impl:
+def _choose_impl(x: Tensor, dt: Tensor, A: Tensor, z: Tensor | None) -> Impl:
     if x.device.type != "cuda":
         return "cpu"
     from xtuner_mamba.ops.selective_scan.gluon_support import why_not_gluon
 
-    reason = why_not_gluon(x, dt, A, z, num_seqs)
+    reason = why_not_gluon(x, dt, A, z)
     if reason is None:
         return "gluon"
     condition = reason.partition(", got ")[0]

@@ -1,4 +1,4 @@
-"""Selective scan over packed documents: long documents in chunks that run at the same time.
+"""Selective scan over packed documents: long ones in chunks, short ones in runs.
 
 Documents are what the kernels run in parallel, so a row with one long document would leave most of
 a GPU idle. Such a document is cut. A first pass runs every chunk from a state of zero; what a chunk
@@ -9,8 +9,13 @@ makes of the state before it is a product,
 so that a short second pass, chunk by chunk, knows the state before each. After that a chunk is a
 document with an initial state. The backward does the same from the end, with the gradient at the
 state after each chunk. Cut tokens cost one more exponential in each direction.
+
+Where documents are very short on average, starting on one costs more than its tokens do. Neighbours
+are then merged into runs: a program that prefetches walks a run as if it were one document, and is
+told by a bit for every token where to start afresh.
 """
 
+from bisect import bisect_right
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,6 +32,10 @@ from xtuner_mamba.ops.triton_support import cdiv, next_power_of_2
 # groups of 64 channels that an H200 takes forward at once, 12 in each of 132 multiprocessors
 _PARALLEL = 1584
 _MIN_CHUNK, _MAX_CHUNK = 128, 1024
+# tokens of a document on average, below which they are merged, and those of a run
+_MIN_MEAN, _MAX_RUN = 16, 128
+# tokens that a number of `Runs.resets` has a bit for: those of the largest tile of a kernel
+_LOOK_AHEAD = 16
 
 
 class Schedule(NamedTuple):
@@ -38,6 +47,10 @@ class Schedule(NamedTuple):
     """Parts, the longest first, so that none starts when all others are done, ``(num_parts,)``."""
     chunks: "Chunks | None"
     """Which parts make up a document; ``None`` if each is one."""
+    runs: "Runs"
+    """What a program that prefetches walks from end to end."""
+    is_uneven: bool
+    """The longest run still goes on when a GPU is through with the tokens of all."""
 
 
 class Chunks(NamedTuple):
@@ -56,10 +69,29 @@ class Chunks(NamedTuple):
         return self.cu_chunks[1:] - 1
 
 
+class Runs(NamedTuple):
+    """Neighbouring parts, merged if parts are very short on average; else each by itself.
+
+    Parts of ``[2, 1, 3, 4]`` tokens, in runs of at most 4::
+
+        cu_seqlens = [0, 3, 6, 10]      order  = [2, 0, 1]
+        cu_parts   = [0, 2, 3, 4]       resets = [4, 2, 1, 0, 0, 0, 0, 0, 0, 0]
+    """
+
+    cu_seqlens: Tensor
+    """Boundaries of the runs, int32, ``(num_runs + 1,)``."""
+    order: Tensor
+    """Runs, the longest first, ``(num_runs,)``."""
+    cu_parts: Tensor | None
+    """First part of each run, and the end, int32, ``(num_runs + 1,)``; ``None`` if each is one."""
+    resets: Tensor | None
+    """Bit i of number t: t + i begins a part, but no run, int32, ``(total,)``, or ``None``."""
+
+
 def schedule_documents(cu_seqlens: Tensor, dim: int) -> Schedule:
     """Cut documents that would still run when a GPU is through with all others, and sort.
 
-    Done on the host, once for a tensor.
+    If they are very short on average, merge neighbours too. Done on the host, once for a tensor.
 
     Args:
         cu_seqlens: Boundaries that ``check_cu_seqlens`` has read, int32, ``(num_seqs + 1,)``.
@@ -68,13 +100,20 @@ def schedule_documents(cu_seqlens: Tensor, dim: int) -> Schedule:
     known = derived_from(cu_seqlens)
     if ("schedule", dim) not in known:
         known["schedule", dim] = _schedule(cu_seqlens, dim)
-    order, chunks = known["schedule", dim]
-    return Schedule(cu_seqlens if chunks is None else chunks.cu_seqlens, order, chunks)
+    order, chunks, runs, is_uneven = known["schedule", dim]
+    if chunks is not None:
+        cu_seqlens = chunks.cu_seqlens
+    runs = runs or Runs(cu_seqlens, order, None, None)
+    return Schedule(cu_seqlens, order, chunks, runs, is_uneven)
 
 
-def _schedule(cu_seqlens: Tensor, dim: int) -> tuple[Tensor, Chunks | None]:
-    def on_device(numbers: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype).to(cu_seqlens.device, non_blocking=True)
+def _schedule(cu_seqlens: Tensor, dim: int) -> tuple[Tensor, Chunks | None, Runs | None, bool]:
+    def on_device(numbers: list[int] | Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.as_tensor(numbers, dtype=dtype).to(cu_seqlens.device, non_blocking=True)
+
+    def longest_first(boundaries: Tensor) -> Tensor:
+        order = boundaries.diff().argsort(descending=True, stable=True)
+        return on_device(order, torch.int64)
 
     offsets = offsets_on_host(cu_seqlens)
     # tokens that each goes through if all are busy to the end
@@ -87,11 +126,16 @@ def _schedule(cu_seqlens: Tensor, dim: int) -> tuple[Tensor, Chunks | None]:
         cuts.append(end)
         seqs += [i_seq] * (len(cuts) - 1 - cu_chunks[-1])
         cu_chunks.append(len(cuts) - 1)
-    lengths = torch.tensor(cuts).diff()
-    order = on_device(lengths.argsort(descending=True, stable=True).tolist(), torch.int64)
-    if len(cuts) == len(offsets):
-        return order, None
-    return order, Chunks(on_device(cuts), on_device(cu_chunks), on_device(seqs))
+    chunks = runs = None
+    if len(cuts) > len(offsets):
+        chunks = Chunks(on_device(cuts), on_device(cu_chunks), on_device(seqs))
+    parts, cu_parts = torch.tensor(cuts), _merge(cuts)
+    is_uneven = parts[cu_parts].diff().max().item() > fair
+    if len(cu_parts) < len(cuts):
+        merged = parts[cu_parts]
+        resets = on_device(_resets(parts, merged))
+        runs = Runs(on_device(merged), longest_first(merged), on_device(cu_parts), resets)
+    return longest_first(parts), chunks, runs, is_uneven
 
 
 def _limits(fair: float) -> tuple[int, int]:
@@ -101,6 +145,27 @@ def _limits(fair: float) -> tuple[int, int]:
     """
     size = min(max(next_power_of_2(int(fair) + 1) // 4, _MIN_CHUNK), _MAX_CHUNK)
     return max(int(2 * fair), 2 * size), size
+
+
+def _merge(cuts: list[int]) -> list[int]:
+    """Return the first part of each run, and the end; a run is short, or one part."""
+    num_parts = len(cuts) - 1
+    if cuts[-1] >= _MIN_MEAN * num_parts:
+        return list(range(num_parts + 1))
+    cu_parts = [0]
+    while cu_parts[-1] < num_parts:
+        first = cu_parts[-1]
+        cu_parts.append(max(bisect_right(cuts, cuts[first] + _MAX_RUN) - 1, first + 1))
+    return cu_parts
+
+
+def _resets(parts: Tensor, runs: Tensor) -> Tensor:
+    """Return for every token a bit for each one ahead that begins a part, but no run."""
+    is_reset = torch.zeros(parts[-1] + _LOOK_AHEAD, dtype=torch.int32)
+    is_reset[parts] = 1
+    is_reset[runs] = 0
+    ahead = torch.arange(_LOOK_AHEAD, dtype=torch.int32)
+    return (is_reset.unfold(0, _LOOK_AHEAD, 1)[:-1] << ahead).sum(1)
 
 
 @triton.jit

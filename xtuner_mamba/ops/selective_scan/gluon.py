@@ -15,7 +15,7 @@ def selective_scan_gluon(
     **options,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.selective_scan`."""
-    reason = why_not_gluon(x, dt, A, z, len(cu_seqlens) - 1)
+    reason = why_not_gluon(x, dt, A, z)
     if reason is not None:
         raise ValueError(f"{reason} with impl='gluon'; take impl='triton'")
     return scan_on_gpu(

@@ -9,7 +9,8 @@ With g the gradient at the ungated output and dh[t] that at the state h[t],
 h[t - 1] and dh[t] meet, coming from opposite ends of a document. So the forward kernel first writes
 down the states before every ``GROUP`` tokens; this one then walks from a document's end to its
 start, a group at a time: h forward into registers, dh backward. An element costs three exponentials
-in all, and nothing is kept between forward and backward but their inputs.
+in all, and nothing is kept between forward and backward but their inputs. In a run of very short
+documents groups reach across boundaries, where h is reset going forward and c going back.
 """
 # ruff: noqa: RUF005
 # Triton knows no starred tuples
@@ -19,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from xtuner_mamba.ops.selective_scan.chunks import Schedule
 from xtuner_mamba.ops.selective_scan.gluon_fwd import (
     GROUP,
     MAX_SCRATCH_BYTES,
@@ -28,7 +30,9 @@ from xtuner_mamba.ops.selective_scan.gluon_fwd import (
 from xtuner_mamba.ops.selective_scan.gluon_tile import (
     LN_2,
     barrier,
+    cross_boundary,
     exp2,
+    load_states,
     read_channels,
     read_states,
     ring_layout,
@@ -55,11 +59,11 @@ _MAX_SUM_BYTES = 2**26
 
 
 # these change from step to step: a kernel for each of their divisors would be compiled in turn
-@gluon.jit(do_not_specialize=["total", "num_seqs", "num_groups"])
+@gluon.jit(do_not_specialize=["total", "num_runs", "num_groups"])
 def _scan_bwd_kernel(
-    x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, group_states, dy, dfinal_states,
-    dx, ddt, dA, dBC, dD, dz, y, ddt_bias, dinitial_states,
-    total, num_seqs, num_groups, unknown_one,
+    x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, cu_parts, resets,
+    group_states, dy, dfinal_states, dx, ddt, dA, dBC, dD, dz, y, ddt_bias, dinitial_states,
+    total, num_runs, num_groups, unknown_one,
     stride_x: gl.constexpr, stride_dt: gl.constexpr, stride_z: gl.constexpr,
     stride_dy: gl.constexpr, stride_dz: gl.constexpr, dim: gl.constexpr, width: gl.constexpr,
     SOFTPLUS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, FLUSH_TOKENS: gl.constexpr,
@@ -117,10 +121,16 @@ def _scan_bwd_kernel(
     b_dbias_rest = b_dD
     num_in_dA = 0
 
-    for i_order in range(i_group, num_seqs, num_groups):
-        i_seq = gl.load(order + i_order).to(gl.int64)
-        start = gl.load(cu_seqlens + i_seq).to(gl.int64)
-        seqlen = gl.load(cu_seqlens + i_seq + 1) - start.to(gl.int32)
+    for i_order in range(i_group, num_runs, num_groups):
+        i_run = gl.load(order + i_order)
+        start = gl.load(cu_seqlens + i_run).to(gl.int64)
+        seqlen = gl.load(cu_seqlens + i_run + 1) - start.to(gl.int32)
+        # the first document, and the one at hand, beginning with the last
+        i_first = i_run
+        i_seq = i_run
+        if resets is not None:
+            i_first = gl.load(cu_parts + i_run)
+            i_seq = gl.load(cu_parts + i_run + 1) - 1
         num_tiles = gl.cdiv(seqlen, TOKENS)
         # the document before: other warps may still read its last tiles, and copies of no rows at
         # its end still write zeros
@@ -133,13 +143,14 @@ def _scan_bwd_kernel(
                 o_block, start, seqlen, num_tiles - 1 - i_done, GROUP, TOKENS, BLOCK_D, WARPS,
             )  # fmt: skip
 
-        b_c = gl.zeros([16, WARPS, 4, 8], gl.float32, layout=TILE)
-        if dfinal_states is not None:
-            b_c = gl.load(dfinal_states + i_seq * 16 * dim + o_h)
+        b_c = load_states(dfinal_states, i_seq, o_h, dim)
         p_dBC = dBC + (i_block * total + start) * 32
         for i_done in range(0, num_tiles):
             i_tile = num_tiles - 1 - i_done
             num_tokens = gl.minimum(seqlen - i_tile * TOKENS, TOKENS)
+            if resets is not None:
+                # those past the end are of another run
+                tile_resets = gl.load(resets + start + i_tile * TOKENS) & ((1 << num_tokens) - 1)
             async_copy.wait_group(1)
             barrier()
             b_dD_tile = gl.zeros([WARPS, 4, 8], gl.float32, layout=ROW)
@@ -153,13 +164,21 @@ def _scan_bwd_kernel(
                 o_t, o_dz = i_t * dim + o_d, i_t * stride_dz + o_d
                 b_h = h_rows.index(i_done % 2 * GROUPS + i_sub).load(TILE)
                 if i_tile + i_sub == 0:
-                    b_h = gl.zeros([16, WARPS, 4, 8], gl.float32, layout=TILE)
-                    if initial_states is not None:
-                        b_h = gl.load(initial_states + i_seq * 16 * dim + o_h).to(gl.float32)
+                    b_h = load_states(initial_states, i_first, o_h, dim)
+                if resets is not None:
+                    group_resets = tile_resets >> i_sub * GROUP
+                    # the document that reaches into the group
+                    i_ahead = i_seq
+                    for i in gl.static_range(GROUP):
+                        i_ahead -= group_resets >> i & 1
                 b_hs = ()
                 b_tokens = ()
                 b_sums = ()
                 for i in gl.static_range(GROUP):
+                    if resets is not None:
+                        b_h, i_ahead = cross_boundary(
+                            b_h, i_ahead, group_resets >> i & 1, 1, None, initial_states, o_h, dim
+                        )
                     b_hs = b_hs + (b_h,)
                     b_h, b_token, b_dD_tile, b_sum = _step_forward(
                         b_h, b_dD_tile, b_A, b_D, b_bias, x_rows, dt_rows, z_rows, dy_rows,
@@ -177,6 +196,11 @@ def _scan_bwd_kernel(
                         i_row + i, i < num_left, unknown_one, dx, ddt, o_t + i * dim, TILE, WARPS,
                     )  # fmt: skip
                     b_sums = (b_sum,) + b_sums
+                    if resets is not None:
+                        b_c, i_seq = cross_boundary(
+                            b_c, i_seq, group_resets >> i & 1, -1, dinitial_states, dfinal_states,
+                            o_h, dim,
+                        )  # fmt: skip
                 stacked_B.index(i_sub).store(stack(b_sums, GROUP))
             b_dD, b_dD_rest = add_compensated(b_dD, b_dD_rest, b_dD_tile)
             b_dbias, b_dbias_rest = add_compensated(b_dbias, b_dbias_rest, b_dbias_tile)
@@ -194,7 +218,7 @@ def _scan_bwd_kernel(
                 o_block, start, seqlen, i_tile - 2, GROUP, TOKENS, BLOCK_D, WARPS,
             )  # fmt: skip
         if dinitial_states is not None:
-            gl.store(dinitial_states + i_seq * 16 * dim + o_h, b_c)
+            gl.store(dinitial_states + i_first.to(gl.int64) * 16 * dim + o_h, b_c)
     p_dA = dA + i_group.to(gl.int64) * 16 * width + o_n * width + gl.expand_dims(o_d, 0)
     gl.store(p_dA, (sums_A.load(TILE) + b_dA) * LN_2)
     if dD is not None:
@@ -253,7 +277,8 @@ def _step_forward(
     b_g = read_channels(dy_rows, i_row, TILE)
     b_decay = exp2(gl.expand_dims(b_dt, 0) * b_A)
     b_u = b_dt * LN_2 * b_x
-    b_h = b_decay * b_h + gl.expand_dims(b_u, 0) * read_states(B_rows, i_row, TILE)
+    # by name: the compiler would not round the same of the two products for every token
+    b_h = gl.fma(b_decay, b_h, gl.expand_dims(b_u, 0) * read_states(B_rows, i_row, TILE))
     if (dz is not None) or (y is not None):
         b_y = sum_states(b_h * read_states(C_rows, i_row, TILE)) + b_D * b_x
     if HAS_Z:
@@ -283,7 +308,7 @@ def _step_backward(
         c of the token; dA over ln 2; ddt_bias; the sums of dB.
     """
     b_x, b_dt, b_slope, b_g = b_token
-    b_dh = read_states(C_rows, i_row, TILE) * gl.expand_dims(b_g, 0) + b_c
+    b_dh = gl.fma(read_states(C_rows, i_row, TILE), gl.expand_dims(b_g, 0), b_c)
     b_du = sum_states(read_states(B_rows, i_row, TILE) * b_dh)
     # with a plain dt the compiler would keep the decays of the way forward, and lack registers
     b_c = exp2(gl.expand_dims(b_dt * unknown_one, 0) * b_A) * b_dh
@@ -306,7 +331,7 @@ def _store_token(rows, o_t, b_v, is_token):
 
 def _scan_bwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
+    dt_bias: Tensor | None, initial_states: Tensor | None, schedule: Schedule,
     dt_softplus: bool, group_states: Tensor | None, dy: Tensor, dfinal_states: Tensor | None,
     dz: Tensor | None, y: Tensor | None, *, needs_dA: bool, needs_dBC: bool,
     needs_dinitial_states: bool,
@@ -317,17 +342,17 @@ def _scan_bwd(
     slices of channels of at most ``MAX_SCRATCH_BYTES``; dB and dC of every block of channels, for
     16 states and 128 channels a quarter of x; dA, dD and ddt_bias of every group of documents.
     """
-    (total, dim), num_seqs = x.shape, len(order)
+    (total, dim), runs = x.shape, schedule.runs
     num_warps = warps_of(dim, 32)
     block_d = 32 * num_warps
     dx, ddt = x.new_empty(total, dim), dt.new_empty(total, dim)
     dinitial_states = None
     if needs_dinitial_states:
-        dinitial_states = A.new_empty(num_seqs, 16, dim)
+        dinitial_states = A.new_empty(len(schedule.order), 16, dim)
 
     width = _slice_width(total, dim) if group_states is None else dim
     num_slices, num_blocks = dim // width, width // block_d
-    num_groups = min(num_seqs, max(1, _MAX_SUM_BYTES // (64 * width)))
+    num_groups = min(len(runs.order), max(1, _MAX_SUM_BYTES // (64 * width)))
     states = A.new_empty(total // GROUP, 16, width) if group_states is None else group_states
     dA = A.new_empty(num_slices, num_groups, 16, width)
     dBC = A.new_empty(num_slices, num_blocks, total, 32)
@@ -345,14 +370,13 @@ def _scan_bwd(
 
         inputs = (
             cut(x), cut(dt), cut(A), BC, cut(D), cut(z), cut(dt_bias), cut(initial_states),
-            cu_seqlens, order,
         )  # fmt: skip
         if group_states is None:
-            _launch_fwd(*inputs, None, None, states, dim, dt_softplus, unroll=GROUP)
+            _launch_fwd(*inputs, schedule, None, None, states, dim, dt_softplus, unroll=GROUP)
         _scan_bwd_kernel[(num_blocks * num_groups,)](
-            *inputs, states, cut(dy), cut(dfinal_states),
+            *inputs, *runs, states, cut(dy), cut(dfinal_states),
             cut(dx), cut(ddt), part(dA), part(dBC), part(dD), cut(dz), cut(y), part(ddt_bias),
-            cut(dinitial_states), total, num_seqs, num_groups, 1.0,
+            cut(dinitial_states), total, len(runs.order), num_groups, 1.0,
             stride_x=x.stride(0), stride_dt=dt.stride(0),
             stride_z=0 if z is None else z.stride(0), stride_dy=dy.stride(0),
             stride_dz=0 if dz is None else dz.stride(0), dim=dim, width=width,

@@ -1,8 +1,9 @@
 """Selective scan over packed documents: the forward kernel in Gluon.
 
 A program walks one document after another for ``BLOCK_D`` channels, a tile of tokens at a time:
-while it works on one, the next comes into shared memory. The backward runs it once more, for the
-states alone.
+while it works on one, the next comes into shared memory. Very short documents it walks in runs
+(``chunks.Runs``), where the state is reset from one to the next. The backward runs it once more,
+for the states alone.
 """
 
 from torch import Tensor
@@ -10,10 +11,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from xtuner_mamba.ops.selective_scan.chunks import Schedule
 from xtuner_mamba.ops.selective_scan.gluon_tile import (
     LN_2,
     barrier,
+    cross_boundary,
     exp2,
+    load_states,
     read_channels,
     read_states,
     ring_layout,
@@ -34,16 +38,18 @@ MAX_SCRATCH_BYTES = 2**31
 
 
 # these change from step to step: a kernel for each of their divisors would be compiled in turn
-@gluon.jit(do_not_specialize=["num_seqs", "num_groups"])
+@gluon.jit(do_not_specialize=["num_runs", "num_groups"])
 def _scan_fwd_kernel(
-    x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, y, final_states, unroll_states,
-    num_seqs, num_groups, stride_x: gl.constexpr, stride_dt: gl.constexpr, stride_z: gl.constexpr,
+    x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, cu_parts, resets,
+    y, final_states, unroll_states, num_runs, num_groups,
+    stride_x: gl.constexpr, stride_dt: gl.constexpr, stride_z: gl.constexpr,
     dim: gl.constexpr, width: gl.constexpr,
     SOFTPLUS: gl.constexpr, TOKENS: gl.constexpr, UNROLL: gl.constexpr, POLYNOMIAL: gl.constexpr,
-    WARPS: gl.constexpr,
+    CHANNELS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    BLOCK_D: gl.constexpr = 64 * WARPS
-    TILE: gl.constexpr = tile_layout(WARPS, 1, 2)
+    PART: gl.constexpr = 32 * CHANNELS
+    BLOCK_D: gl.constexpr = PART * WARPS
+    TILE: gl.constexpr = tile_layout(WARPS, 1, CHANNELS)
     ROW: gl.constexpr = gl.SliceLayout(0, TILE)
     RING: gl.constexpr = ring_layout(1)
     num_blocks: gl.constexpr = width // BLOCK_D
@@ -54,34 +60,41 @@ def _scan_fwd_kernel(
     ring_dt = gl.allocate_shared_memory(dt.dtype.element_ty, [2, TOKENS * BLOCK_D], RING)
     ring_B = gl.allocate_shared_memory(gl.float32, [2, TOKENS * 16], RING)
     ring_C = gl.allocate_shared_memory(gl.float32, [2, TOKENS * 16], RING)
-    x_rows = ring_x._reinterpret(x.dtype.element_ty, [2 * TOKENS, WARPS, 1, 64], ring_layout(3))
-    dt_rows = ring_dt._reinterpret(dt.dtype.element_ty, [2 * TOKENS, WARPS, 1, 64], ring_layout(3))
+    x_rows = ring_x._reinterpret(x.dtype.element_ty, [2 * TOKENS, WARPS, 1, PART], ring_layout(3))
+    dt_rows = ring_dt._reinterpret(
+        dt.dtype.element_ty, [2 * TOKENS, WARPS, 1, PART], ring_layout(3)
+    )
     B_rows = ring_B._reinterpret(gl.float32, [2 * TOKENS, 1, 16], ring_layout(2))
     C_rows = ring_C._reinterpret(gl.float32, [2 * TOKENS, 1, 16], ring_layout(2))
     ring_z = ring_x
     z_rows = x_rows
     if z is not None:
         ring_z = gl.allocate_shared_memory(z.dtype.element_ty, [2, TOKENS * BLOCK_D], RING)
-        z_rows = ring_z._reinterpret(z.dtype.element_ty, [2 * TOKENS, WARPS, 1, 64], ring_layout(3))
+        z_rows = ring_z._reinterpret(
+            z.dtype.element_ty, [2 * TOKENS, WARPS, 1, PART], ring_layout(3)
+        )
 
-    o_n, o_d = tile_offsets(TILE, WARPS, 1, 2)
+    o_n, o_d = tile_offsets(TILE, WARPS, 1, CHANNELS)
     o_d += o_block
     o_h = o_n * dim + gl.expand_dims(o_d, 0)
     # in the order in which the backward's tiles of four parts hold the states
     o_scratch = o_n % 4 + (o_n // 4 ^ gl.expand_dims(o_d // 8 % 4, 0)) * 4
     o_scratch = o_scratch * width + gl.expand_dims(o_d, 0)
     b_A = gl.load(A + o_h)
-    b_D = gl.zeros([WARPS, 1, 64], gl.float32, layout=ROW)
+    b_D = gl.zeros([WARPS, 1, PART], gl.float32, layout=ROW)
     if D is not None:
         b_D = gl.load(D + o_d).to(gl.float32)
-    b_bias = gl.zeros([WARPS, 1, 64], gl.float32, layout=ROW)
+    b_bias = gl.zeros([WARPS, 1, PART], gl.float32, layout=ROW)
     if dt_bias is not None:
         b_bias = gl.load(dt_bias + o_d).to(gl.float32)
 
-    for i_order in range(i_group, num_seqs, num_groups):
-        i_seq = gl.load(order + i_order)
-        start = gl.load(cu_seqlens + i_seq).to(gl.int64)
-        seqlen = gl.load(cu_seqlens + i_seq + 1) - start.to(gl.int32)
+    for i_order in range(i_group, num_runs, num_groups):
+        i_run = gl.load(order + i_order)
+        start = gl.load(cu_seqlens + i_run).to(gl.int64)
+        seqlen = gl.load(cu_seqlens + i_run + 1) - start.to(gl.int32)
+        i_seq = i_run
+        if resets is not None:
+            i_seq = gl.load(cu_parts + i_run)
         p_x = x + start * stride_x + o_block
         p_dt = dt + start * stride_dt + o_block
         p_BC = BC + start * 32
@@ -102,9 +115,7 @@ def _scan_fwd_kernel(
             p_BC += TOKENS * 32
             if z is not None:
                 p_z += TOKENS * stride_z
-        b_h = gl.zeros([16, WARPS, 1, 64], gl.float32, layout=TILE)
-        if initial_states is not None:
-            b_h = gl.load(initial_states + i_seq.to(gl.int64) * 16 * dim + o_h).to(gl.float32)
+        b_h = load_states(initial_states, i_seq, o_h, dim)
         p_y = y
         if y is not None:
             p_y = y + start * dim + o_d
@@ -114,12 +125,19 @@ def _scan_fwd_kernel(
             p_states = unroll_states + start // UNROLL * 16 * width + o_scratch
         for i_tile in range(0, gl.cdiv(seqlen, TOKENS)):
             num_left = seqlen - i_tile * TOKENS
+            if resets is not None:
+                tile_resets = gl.load(resets + start + i_tile * TOKENS)
             async_copy.wait_group(1)
             barrier()
             i_row = i_tile % 2 * TOKENS
             num_tokens = gl.minimum(num_left, TOKENS)
             for _ in range(0, num_tokens // UNROLL):
                 for i in gl.static_range(UNROLL):
+                    if resets is not None:
+                        b_h, i_seq = cross_boundary(
+                            b_h, i_seq, tile_resets >> i & 1, 1, final_states, initial_states,
+                            o_h, dim,
+                        )  # fmt: skip
                     b_h, b_y = _step(
                         b_h, b_A, b_D, b_bias, x_rows, dt_rows, z_rows, B_rows, C_rows, i_row + i,
                         y is not None, z is not None, SOFTPLUS, POLYNOMIAL, TILE,
@@ -127,12 +145,19 @@ def _scan_fwd_kernel(
                     if y is not None:
                         gl.store(p_y + i * dim, b_y.to(y.dtype.element_ty))
                 i_row += UNROLL
+                if resets is not None:
+                    tile_resets >>= UNROLL
                 if y is not None:
                     p_y += UNROLL * dim
                 if unroll_states is not None:
                     gl.store(p_states, b_h)
                     p_states += 16 * width
             for _ in range(0, num_tokens % UNROLL):
+                if resets is not None:
+                    b_h, i_seq = cross_boundary(
+                        b_h, i_seq, tile_resets & 1, 1, final_states, initial_states, o_h, dim
+                    )
+                    tile_resets >>= 1
                 b_h, b_y = _step(
                     b_h, b_A, b_D, b_bias, x_rows, dt_rows, z_rows, B_rows, C_rows, i_row,
                     y is not None, z is not None, SOFTPLUS, POLYNOMIAL, TILE,
@@ -182,7 +207,8 @@ def _step(
     b_dt = step_size(read_channels(dt_rows, i_row, TILE) + b_bias, SOFTPLUS)[0]
     b_u = b_dt * LN_2 * b_x
     b_decay = _exp2_of_tile(gl.expand_dims(b_dt, 0) * b_A, POLYNOMIAL)
-    b_h = b_decay * b_h + gl.expand_dims(b_u, 0) * read_states(B_rows, i_row, TILE)
+    # by name: the compiler would not round the same of the two products for every token
+    b_h = gl.fma(b_decay, b_h, gl.expand_dims(b_u, 0) * read_states(B_rows, i_row, TILE))
     b_y = b_x
     if HAS_Y:
         b_y = sum_states(b_h * read_states(C_rows, i_row, TILE)) + b_D * b_x
@@ -195,23 +221,23 @@ def _step(
 @gluon.jit
 def _exp2_of_tile(b_v, POLYNOMIAL: gl.constexpr):
     if POLYNOMIAL:
-        # the special-function unit is what the kernel waits for: the multipliers do 2 of 32
+        # the special-function unit is what the kernel waits for: the multipliers do 1 in 16
+        CHANNELS: gl.constexpr = b_v.type.layout.size_per_thread[3]
         b_v = gl.inline_asm_elementwise(
-            _EXP2_ASM, _EXP2_CONSTRAINTS, [b_v], dtype=gl.float32, is_pure=True, pack=32
-        )
+            _exp2_asm(16 * CHANNELS, CHANNELS), _exp2_constraints(16 * CHANNELS), [b_v],
+            dtype=gl.float32, is_pure=True, pack=16 * CHANNELS,
+        )  # fmt: skip
     else:
         b_v = exp2(b_v)
     return b_v
 
 
-def _exp2_asm(num_values: int, polynomial: range) -> str:
+@gluon.constexpr_function
+def _exp2_asm(NUM_VALUES, NUM_POLYNOMIAL):
     """Write PTX for 2^v: v = whole + r, |r| <= 1/2, 2^r a polynomial that is exact at 0."""
     lines = ["{ .reg .f32 whole, r, p; .reg .b32 bits;"]
-    for i in range(num_values):
-        if i not in polynomial:
-            lines.append(f"ex2.approx.ftz.f32 ${i}, ${num_values + i};")
-            continue
-        lines.append(f"max.f32 r, ${num_values + i}, 0fC2FC0000;")
+    for i in range(NUM_POLYNOMIAL):
+        lines.append(f"max.f32 r, ${NUM_VALUES + i}, 0fC2FC0000;")
         # 1.5 * 2^23: its sum with v has the whole part of v in the low bits
         lines.append("add.rn.f32 whole, r, 0f4B400000; sub.rn.f32 p, whole, 0f4B400000;")
         lines.append("sub.rn.f32 r, r, p; fma.rn.f32 p, r, 0f3C1D0164, 0f3D64FE23;")
@@ -219,66 +245,72 @@ def _exp2_asm(num_values: int, polynomial: range) -> str:
         lines.append("fma.rn.f32 p, p, r, 0f3F800000;")
         lines.append("mov.b32 bits, whole; shl.b32 bits, bits, 23;")
         lines.append(f"{{ .reg .b32 q; mov.b32 q, p; add.s32 q, q, bits; mov.b32 ${i}, q; }}")
+    for i in range(NUM_POLYNOMIAL, NUM_VALUES):
+        lines.append(f"ex2.approx.ftz.f32 ${i}, ${NUM_VALUES + i};")
     return " ".join([*lines, "}"])
 
 
-_EXP2_ASM = gl.constexpr(_exp2_asm(32, range(2)))
-_EXP2_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 32))
+@gluon.constexpr_function
+def _exp2_constraints(NUM_VALUES):
+    return ",".join(["=f"] * NUM_VALUES + ["f"] * NUM_VALUES)
 
 
 def _scan_fwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
-    dt_softplus: bool, *, needs_y: bool, return_final_states: bool, needs_backward: bool,
+    dt_bias: Tensor | None, initial_states: Tensor | None, schedule: Schedule,
+    dt_softplus: bool, y: Tensor | None, *, return_final_states: bool, needs_backward: bool,
     backward_follows: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Launch the forward: y and the final states ``(num_seqs, 16, dim)``.
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Launch the forward: write y, return the final states ``(num_seqs, 16, dim)``.
 
     The backward needs the inputs alone, and makes the states before every ``GROUP`` tokens itself.
     If it follows at once they come along, as far as they stay below ``MAX_SCRATCH_BYTES``.
     """
     total, dim = x.shape
-    y = x.new_empty(total, dim) if needs_y else None
-    final_states = A.new_empty(len(order), 16, dim) if return_final_states else None
+    final_states = A.new_empty(len(schedule.order), 16, dim) if return_final_states else None
     group_states = None
     if needs_backward and backward_follows and 64 * dim * (total // GROUP) <= MAX_SCRATCH_BYTES:
         group_states = A.new_empty(total // GROUP, 16, dim)
     if not (y is None and final_states is None and group_states is None):
         _launch_fwd(
-            x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order, y, final_states,
+            x, dt, A, BC, D, z, dt_bias, initial_states, schedule, y, final_states,
             group_states, dim, dt_softplus, unroll=8 if group_states is None else GROUP,
         )  # fmt: skip
-    return y, final_states, group_states
+    return final_states, group_states
 
 
 def _launch_fwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
+    dt_bias: Tensor | None, initial_states: Tensor | None, schedule: Schedule,
     y: Tensor | None, final_states: Tensor | None, unroll_states: Tensor | None, dim: int,
     dt_softplus: bool, unroll: int,
 ) -> None:  # fmt: skip
     """Launch the forward for all channels or a slice of the ``dim`` that a row of memory has.
 
     ``y``, ``final_states`` and ``unroll_states`` are written where given; the last, of
-    ``(total // unroll, 16, width)``, takes the state after every ``unroll`` tokens of a document.
+    ``(total // unroll, 16, width)``, takes the state after every ``unroll`` tokens of a run.
     """
-    width, num_seqs = x.shape[1], len(order)
-    num_warps = warps_of(width, 64)
-    num_blocks = width // (64 * num_warps)
-    num_groups = min(num_seqs, cdiv(_MAX_PROGRAMS, num_blocks))
+    width, runs = x.shape[1], schedule.runs
+    num_runs = len(runs.order)
+    # with one channel a thread the longest run ends sooner, with two all of them together
+    channels = 1 if schedule.is_uneven else 2
+    num_warps = warps_of(width, 32 * channels)
+    num_blocks = width // (32 * channels * num_warps)
+    num_groups = min(num_runs, cdiv(_MAX_PROGRAMS, num_blocks))
     if y is None:
         D = z = None
     _scan_fwd_kernel[(num_blocks * num_groups,)](
-        x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order,
-        y, final_states, unroll_states,
-        num_seqs, num_groups,
+        x, dt, A, BC, D, z, dt_bias, initial_states, *runs, y, final_states, unroll_states,
+        num_runs, num_groups,
         stride_x=x.stride(0), stride_dt=dt.stride(0), stride_z=0 if z is None else z.stride(0),
         dim=dim, width=width, SOFTPLUS=dt_softplus, TOKENS=16, UNROLL=unroll,
         POLYNOMIAL=final_states is None and unroll_states is None,
-        WARPS=num_warps, num_warps=num_warps, maxnreg=168,
+        CHANNELS=channels, WARPS=num_warps, num_warps=num_warps, maxnreg=_REGISTERS[channels],
     )  # fmt: skip
 
 
+# of a thread, by its channels
+_REGISTERS = {1: 96, 2: 168}
 # enough to fill the GPU many times over
 _MAX_PROGRAMS = 16384
 

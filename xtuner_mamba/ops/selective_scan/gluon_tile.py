@@ -129,6 +129,31 @@ def read_states(rows, i_row, TILE: gl.constexpr):
 
 
 @gluon.jit
+def load_states(states, i_seq, o_h, dim: gl.constexpr):
+    """Load the states of a document, zeros if there are none for any."""
+    b_h = gl.full(o_h.shape, 0.0, gl.float32, layout=o_h.type.layout)
+    if states is not None:
+        b_h = gl.load(states + i_seq.to(gl.int64) * 16 * dim + o_h).to(gl.float32)
+    return b_h
+
+
+@gluon.jit
+def cross_boundary(
+    b_h, i_seq, is_boundary, STEP: gl.constexpr, ends, starts, o_h, dim: gl.constexpr
+):
+    """Between two documents store what one ends with and load what the next one starts from.
+
+    A branch: what one ends with, be it NaN, must not meet the next one in any sum or product.
+    """
+    if is_boundary:
+        if ends is not None:
+            gl.store(ends + i_seq.to(gl.int64) * 16 * dim + o_h, b_h)
+        i_seq += STEP
+        b_h = load_states(starts, i_seq, o_h, dim)
+    return b_h, i_seq
+
+
+@gluon.jit
 def sum_states(b_v):
     """Sum a tile over its states, in four chains: half the rounding of one."""
     ROW: gl.constexpr = gl.SliceLayout(0, b_v.type.layout)

@@ -24,7 +24,7 @@ class Kernels(NamedTuple):
     prepare: Callable
     """Return rows ``(total, dim)`` as the kernels read them, copied only where need be."""
     forward: Callable
-    """Return y and the final states if asked for, and what the backward is to be given, or None."""
+    """Write y, return the final states if asked for, and what the backward is to be given."""
     backward: Callable
     """Write dz and y, return dx, ddt, the parts of other gradients and dinitial_states."""
 
@@ -66,23 +66,26 @@ class SelectiveScanFunction(torch.autograd.Function):
         ctx.initial_dtype = None if initial_states is None else initial_states.dtype
         if initial_states is not None:
             initial_states = initial_states.mT.contiguous()
-        cu_seqlens, order, chunks = schedule_documents(cu_seqlens, x.shape[1])
+        schedule = schedule_documents(cu_seqlens, x.shape[1])
+        chunks = schedule.chunks
         if chunks is not None:
             initial_states = states_before_chunks(
                 x, dt, A, BC, dt_bias, initial_states, chunks, dt_softplus
             )
 
-        args = x, dt, A, BC, D, z, dt_bias, initial_states, cu_seqlens, order
-        y, final_states, kept = kernels.forward(
-            *args, dt_softplus,
-            # nobody reads what is recomputed
-            needs_y=out_weight is None or not is_backward_next(),
+        args = x, dt, A, BC, D, z, dt_bias, initial_states
+        # nobody reads what is recomputed
+        needs_y = out_weight is None or not is_backward_next()
+        # a tensor of its own, and no view of the rows: somebody may want to write into it
+        y = x.new_empty(*ctx.rows, x.shape[1]) if needs_y else None
+        final_states, kept = kernels.forward(
+            *args, schedule, dt_softplus, y,
             return_final_states=return_final_states,
             needs_backward=any(ctx.needs_input_grad),
             backward_follows=is_backward_next(),
         )  # fmt: skip
         if y is None:
-            y = x.new_empty(len(x), len(out_weight))
+            y = x.new_empty(*ctx.rows, len(out_weight))
         elif out_weight is not None:
             y = F.linear(y, out_weight, out_bias)
         if final_states is not None:
@@ -90,20 +93,22 @@ class SelectiveScanFunction(torch.autograd.Function):
                 final_states = final_states[chunks.last]
             final_states = final_states.mT.contiguous()
         # never None: a checkpoint must find as many tensors in the run that keeps something
-        ctx.save_for_backward(*args, out_weight, A.new_empty(0) if kept is None else kept)
-        ctx.kernels, ctx.chunks, ctx.dt_softplus = kernels, chunks, dt_softplus
+        kept = A.new_empty(0) if kept is None else kept
+        # the boundaries, too: autograd notices if somebody has written into them
+        ctx.save_for_backward(*args, out_weight, kept, schedule.cu_seqlens)
+        ctx.kernels, ctx.schedule, ctx.dt_softplus = kernels, schedule, dt_softplus
         ctx.A_is_log, ctx.dz_out = A_is_log, dz_out
         ctx.set_materialize_grads(False)
-        return y.view(*ctx.rows, -1), final_states
+        return y, final_states
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dfinal_states):
         # read once: activation checkpointing lets a tensor be unpacked a single time
-        *args, out_weight, kept = ctx.saved_tensors
+        *args, out_weight, kept, _ = ctx.saved_tensors
         kept = kept if kept.ndim == 3 else None
-        x, dt, A, BC, D, z, dt_bias = args[:7]
-        chunks = ctx.chunks
+        x, dt, A, BC, D, z, dt_bias, _ = args
+        chunks = ctx.schedule.chunks
         if dout is None:
             dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         else:
@@ -124,7 +129,7 @@ class SelectiveScanFunction(torch.autograd.Function):
         dz = _allocate_dz(z, ctx.dz_out) if needs_dz else None
         y = x.new_empty(x.shape) if needs_dweight else None
         dx, ddt, parts, dinitial_states = ctx.kernels.backward(
-            *args, ctx.dt_softplus, kept, dy, dfinal_states, dz, y,
+            *args, ctx.schedule, ctx.dt_softplus, kept, dy, dfinal_states, dz, y,
             needs_dA=needs_dA, needs_dBC=needs_dB or needs_dC,
             needs_dinitial_states=needs_dinitial_states,
         )  # fmt: skip

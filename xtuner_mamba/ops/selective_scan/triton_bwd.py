@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xtuner_mamba.ops.selective_scan.chunks import Schedule
 from xtuner_mamba.ops.selective_scan.gpu_layout import GradientParts
 from xtuner_mamba.ops.selective_scan.triton_fwd import CHUNK
 from xtuner_mamba.ops.selective_scan.triton_tile import (
@@ -286,7 +287,7 @@ def _sub_bwd(
 
 def _scan_bwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
+    dt_bias: Tensor | None, initial_states: Tensor | None, schedule: Schedule,
     dt_softplus: bool, chunk_states: Tensor, dy: Tensor, dfinal_states: Tensor | None,
     dz: Tensor | None, y: Tensor | None, *, needs_dA: bool, needs_dBC: bool,
     needs_dinitial_states: bool,
@@ -297,6 +298,7 @@ def _scan_bwd(
     16 states as large as x; dA of every group of documents, and the states inside a chunk of every
     program, both bounded by ``_MAX_PROGRAMS``. All are summed in a fixed order.
     """
+    cu_seqlens, order = schedule.cu_seqlens, schedule.order
     (total, dim), dstate, num_seqs = x.shape, A.shape[0], len(order)
     block_n = next_power_of_2(dstate)
     # SUB states of block_n numbers must fit into the registers of a thread

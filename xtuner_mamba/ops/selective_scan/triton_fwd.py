@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xtuner_mamba.ops.selective_scan.chunks import Schedule
 from xtuner_mamba.ops.selective_scan.triton_tile import next_state, sum_states
 from xtuner_mamba.ops.triton_math import silu, step_size
 from xtuner_mamba.ops.triton_support import cdiv, next_power_of_2
@@ -86,17 +87,17 @@ def _scan_fwd_kernel(
 
 def _scan_fwd(
     x: Tensor, dt: Tensor, A: Tensor, BC: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor, order: Tensor,
-    dt_softplus: bool, *, needs_y: bool, return_final_states: bool, needs_backward: bool,
+    dt_bias: Tensor | None, initial_states: Tensor | None, schedule: Schedule,
+    dt_softplus: bool, y: Tensor | None, *, return_final_states: bool, needs_backward: bool,
     backward_follows: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Launch the forward: y, final states and chunk states ``(total // CHUNK, dstate, dim)``.
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Launch the forward: write y, return final states and those before chunks.
 
     The chunk states are what the backward starts from, as large as ``x`` in float32 by
     ``dstate / CHUNK``; A, B and C come as ``gpu.Kernels`` says.
     """
+    cu_seqlens, order = schedule.cu_seqlens, schedule.order
     (total, dim), dstate, num_seqs = x.shape, A.shape[0], len(order)
-    y = x.new_empty(total, dim) if needs_y else None
     final_states = chunk_states = None
     if return_final_states:
         final_states = A.new_empty(num_seqs, dstate, dim)
@@ -116,4 +117,4 @@ def _scan_fwd(
         SOFTPLUS=dt_softplus, DSTATE=dstate, CHUNK=CHUNK,
         BLOCK_N=block_n, NUM_STAGES=4, num_warps=4, **shape,
     )  # fmt: skip
-    return y, final_states, chunk_states
+    return final_states, chunk_states

@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from xtuner_mamba.layout import derived_from, offsets_on_host
 
@@ -69,7 +70,7 @@ class ChunkGrid:
 
     def gather(self, chunks: Tensor) -> Tensor:
         """Take the tokens out again, ``(chunks, chunk_size, ...)`` to ``(total, ...)``."""
-        return chunks.flatten(0, 1).index_select(0, self.slots)
+        return _Gather.apply(chunks, self)
 
     def pass_states(
         self, decays: Tensor, added: Tensor, initial_states: Tensor | None
@@ -85,18 +86,61 @@ class ChunkGrid:
             State before each chunk, ``(chunks, ...)``, and after each document,
             ``(num_seqs, ...)``.
         """
+        if initial_states is not None:
+            initial_states = initial_states.to(added.dtype)
+        return _PassStates.apply(decays, added, initial_states, self)
+
+
+class _Gather(torch.autograd.Function):
+    """Every token is in one place, so its gradient is copied, where autograd would add to zeros."""
+
+    @staticmethod
+    def forward(ctx, chunks: Tensor, grid: ChunkGrid) -> Tensor:
+        ctx.grid = grid
+        return chunks.flatten(0, 1).index_select(0, grid.slots)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dtokens: Tensor) -> tuple[Tensor, None]:
+        return ctx.grid.scatter(dtokens), None
+
+
+class _PassStates(torch.autograd.Function):
+    """Keeps the states before the chunks alone, and moves each state once in a direction."""
+
+    @staticmethod
+    def forward(
+        ctx, decays: Tensor, added: Tensor, initial_states: Tensor | None, grid: ChunkGrid
+    ) -> tuple[Tensor, Tensor]:
         if initial_states is None:
-            h = added.new_zeros(len(self.doc_order), *added.shape[1:])
+            h = added.new_zeros(len(grid.doc_order), *added.shape[1:])
         else:
-            h = initial_states.to(added.dtype)[self.doc_order]
-        before, done = [], []
-        turns = (t[self.chunk_order].split(self.turns) for t in (decays, added))
-        for decay, new in zip(*turns):
-            done.append(h[len(new) :])
-            before.append(h[: len(new)])
-            h = decay * before[-1] + new
-        after = torch.cat([h, *reversed(done)])
-        return torch.cat(before)[self.chunk_order.argsort()], after[self.doc_order.argsort()]
+            h = initial_states.index_select(0, grid.doc_order)
+        before = torch.empty_like(added)
+        for chunks in grid.chunk_order.split(grid.turns):
+            h_left = h[: len(chunks)]
+            before.index_copy_(0, chunks, h_left)
+            decay, new = (t.index_select(0, chunks) for t in (decays, added))
+            torch.addcmul(new, decay, h_left, out=h_left)
+        ctx.grid, ctx.has_initial_states = grid, initial_states is not None
+        ctx.save_for_backward(decays, before)
+        return before, h.index_select(0, grid.doc_order.argsort())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dbefore: Tensor, dafter: Tensor) -> tuple[Tensor | None, ...]:
+        grid, (decays, before) = ctx.grid, ctx.saved_tensors
+        dh = dafter.index_select(0, grid.doc_order)
+        ddecays, dadded = torch.empty_like(decays), torch.empty_like(before)
+        for chunks in reversed(grid.chunk_order.split(grid.turns)):
+            dh_left = dh[: len(chunks)]
+            dadded.index_copy_(0, chunks, dh_left)
+            decay, h, dh_before = (t.index_select(0, chunks) for t in (decays, before, dbefore))
+            ddecays.index_copy_(0, chunks, (dh_left * h).sum_to_size(decay.shape))
+            torch.addcmul(dh_before, decay, dh_left, out=dh_left)
+        if not ctx.has_initial_states:
+            return ddecays, dadded, None, None
+        return ddecays, dadded, dh.index_select(0, grid.doc_order.argsort()), None
 
 
 def chunk_size_for(cu_seqlens: Tensor, smallest: int, largest: int) -> int:
