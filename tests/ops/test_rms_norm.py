@@ -134,6 +134,18 @@ def test_an_update_of_an_unused_norm_gets_its_gradient():
     assert torch.equal(grads[1], dresidual.half())
 
 
+def test_gradients_of_both_summands_do_not_share_memory():
+    x, weight = (t.to(DEVICE) for t in make_inputs((1, 5, 8)))
+    leaves = [x.requires_grad_(), torch.ones_like(x, requires_grad=True)]
+    for _ in range(2):
+        y, _ = rms_norm(leaves[0], weight, update=leaves[1], eps=EPS, impl="triton")
+        y.backward(eighths(y.shape).to(y))
+    # .grad was added to once, in place
+    assert torch.equal(leaves[0].grad, leaves[1].grad)
+    leaves[0].grad.zero_()
+    assert leaves[1].grad.any()
+
+
 def test_rows_may_lie_apart():
     x, weight = make_inputs((1, 9, 16))
     wide = torch.cat([x, x], dim=-1)[..., :16]

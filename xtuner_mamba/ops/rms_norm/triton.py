@@ -62,7 +62,10 @@ class RmsNormFunction(torch.autograd.Function):
             scales, weight, ctx.x_dtype, ctx.update_dtype,
         )  # fmt: skip
         dx = dx.view(ctx.shape)
-        if dupdate is not None:
+        if ctx.update_dtype == ctx.x_dtype:
+            # the same tensor, no view of it: autograd then copies before it adds to one of the two
+            dupdate = dx
+        elif dupdate is not None:
             dupdate = dupdate.view(ctx.shape)
         return dx, dweight, None, None, None, dupdate
 
@@ -156,6 +159,7 @@ def _norm_bwd(
     dy: Tensor, dresidual: Tensor | None, rounded: Tensor, scales: Tensor, weight: Tensor,
     x_dtype: torch.dtype, update_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Launch the backward: gradients of x, of the weight, and of an update of another dtype."""
     total, dim = rounded.shape
     num_blocks = cdiv(total, _BLOCK_T)
     dx = torch.empty((total, dim), dtype=x_dtype, device=dy.device)
@@ -169,6 +173,4 @@ def _norm_bwd(
         HAS_DRESIDUAL=dresidual is not None,
         BLOCK_D=next_power_of_2(dim), BLOCK_T=_BLOCK_T, num_warps=8,
     )  # fmt: skip
-    # one gradient for both summands, if it is one dtype
-    dupdate = dx if update_dtype == x_dtype else dupdate
     return dx, dweights.sum(0).to(weight.dtype), dupdate
