@@ -146,6 +146,16 @@ def test_gradients_of_both_summands_do_not_share_memory():
     assert leaves[1].grad.any()
 
 
+def test_results_may_be_written_into():
+    x, weight = (t.to(DEVICE) for t in make_inputs((1, 3, 8)))
+    weight.requires_grad_()
+    results = rms_norm(x, weight, eps=EPS, residual_dtype=torch.float16, impl="triton")
+    expected = results.y.sum().item()
+    for result in results:
+        result.mul_(2)
+    torch.testing.assert_close(results.y.sum().item(), 2 * expected)
+
+
 def test_rows_may_lie_apart():
     x, weight = make_inputs((1, 9, 16))
     wide = torch.cat([x, x], dim=-1)[..., :16]

@@ -178,6 +178,17 @@ def test_rates_may_come_as_logarithms(monkeypatch):
     assert_accurate("scan", draws, A_is_log=True)
 
 
+def test_a_result_may_be_written_into(op):
+    """As one may not into a view that an autograd function returns."""
+    inputs = {name: t.to(DEVICE) for name, t in make_small(op).items()}
+    inputs["x"].requires_grad_()
+    y = OPS[op](**inputs, impl="triton", **OPTIONS[op])
+    dy = eighths(y.shape).to(y)
+    (expected,) = torch.autograd.grad(y, inputs["x"], dy, retain_graph=True)
+    (doubled,) = torch.autograd.grad(y.mul_(2), inputs["x"], dy)
+    assert torch.equal(doubled, 2 * expected)
+
+
 def test_gradient_of_one_input_alone(op):
     incoming = [eighths(small_results(op)[name].shape, i) for i, name in enumerate(RESULTS)]
     inputs = {name: t.to(DEVICE) for name, t in make_small(op).items()}
