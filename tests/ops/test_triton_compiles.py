@@ -31,6 +31,8 @@ def kernels():
     from xtuner_mamba.ops.selective_scan import chunks, gpu_layout, triton_bwd, triton_fwd
 
     layout = {"A_IS_LOG": True, "BLOCK": 64, "dim": 4096}
+    sums = layout | {"ROWS": 16, "width": 1024}
+    no_BC = dict.fromkeys(("dBC_parts", "dB", "dC"))
     stages = {"VECTOR": 1, "NUM_STAGES": 4}
     return {
         "scan forward": (triton_fwd._scan_fwd_kernel, {"CHUNK": 64} | stages),
@@ -40,7 +42,8 @@ def kernels():
         "carry": (chunks._carry_kernel, {"REVERSE": False}),
         "carry from the end": (chunks._carry_kernel, {"REVERSE": True}),
         "weights": (gpu_layout._weights_kernel, layout),
-        "sums": (gpu_layout._sum_kernel, layout | {"ROWS": 16, "width": 1024}),
+        "sums": (gpu_layout._sum_kernel, sums),
+        "sums, no B and C": (gpu_layout._sum_kernel, sums | no_BC),
         "conv forward": (conv_fwd._conv_fwd_kernel, {}),
         "conv backward": (conv_bwd._conv_bwd_kernel, {}),
         "conv sums": (conv_bwd._sum_filter_kernel, {"BLOCK": 32, "ROWS": 32}),
@@ -62,7 +65,7 @@ def test_all_of_this_file_without_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "17 passed, 1 skipped" in run.stdout, run.stdout
+    assert "18 passed, 1 skipped" in run.stdout, run.stdout
 
 
 @pytest.mark.skipif(not COMPILES, reason="the test above runs it, or a GPU runs the kernels")
@@ -77,6 +80,7 @@ def test_all_of_this_file_without_the_interpreter():
         "carry from the end",
         "weights",
         "sums",
+        "sums, no B and C",
         "conv forward",
         "conv backward",
         "conv sums",

@@ -135,7 +135,7 @@ def _sum_kernel(
         if ddt_bias is not None:
             b_dbias = sum_rows(ddt_bias_parts + o_parts, m, num_groups, width, ROWS)
             tl.store(ddt_bias + o_d, b_dbias, mask=m)
-    else:
+    elif dBC_parts is not None:
         o = (i_block - num_A - num_D) * BLOCK + tl.arange(0, BLOCK)
         o_t, o_n = o // (2 * DSTATE), o % (2 * DSTATE)
         m = o_t < total
