@@ -204,10 +204,9 @@ def test_sizes_are_those_that_kernels_of_a_gpu_take(name):
     def choose(op, *inputs):
         seen.add(op)
         if op == "selective_scan":
-            x, _, A, _, num_seqs = inputs
-            assert x.shape[1] % 64 == 0
+            x, _, A, _ = inputs
+            assert x.shape[-1] % 64 == 0
             assert A.shape[1] == 16
-            assert x.shape[0] >= 16 * num_seqs
             return "cpu"
         assert inputs[0].shape[-1] % 16 == 0
         return {"ssd": "reference", "attention": "blocked"}[op]

@@ -14,7 +14,7 @@ from xtuner_mamba.layout import IGNORE_INDEX
 from xtuner_mamba.ops.triton_support import cdiv, check_triton_takes, next_power_of_2
 
 # logits of a slice: fewer slices round the weight's gradient less often and read it less often
-_MAX_SLICE_BYTES = 2**29
+_MAX_SLICE_BYTES = 2**30
 
 
 def linear_cross_entropy_triton(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

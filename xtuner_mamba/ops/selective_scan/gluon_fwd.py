@@ -303,14 +303,15 @@ def _launch_fwd(
         x, dt, A, BC, D, z, dt_bias, initial_states, *runs, y, final_states, unroll_states,
         num_runs, num_groups,
         stride_x=x.stride(0), stride_dt=dt.stride(0), stride_z=0 if z is None else z.stride(0),
-        dim=dim, width=width, SOFTPLUS=dt_softplus, TOKENS=16, UNROLL=unroll,
+        dim=dim, width=width, SOFTPLUS=dt_softplus, TOKENS=_TOKENS[channels], UNROLL=unroll,
         POLYNOMIAL=final_states is None and unroll_states is None,
         CHANNELS=channels, WARPS=num_warps, num_warps=num_warps, maxnreg=_REGISTERS[channels],
     )  # fmt: skip
 
 
-# of a thread, by its channels
+# of a thread, and of a tile, by the channels of a thread
 _REGISTERS = {1: 96, 2: 168}
+_TOKENS = {1: 16, 2: 8}
 # enough to fill the GPU many times over
 _MAX_PROGRAMS = 16384
 
