@@ -140,9 +140,10 @@ def measure_errors(dtype: torch.dtype) -> tuple[list[dict[str, object]], list[st
 
     Returns:
         For every result the rms error relative to it, of every implementation, those of the
-        official kernels for one document, since they know no other; and what errs more than 4
+        official kernels for one document, since they know no other; and what errs more than 6
         times as much as eager PyTorch. In float32 the special-function unit errs by 2 units in the
-        last place, a CPU's exp by half.
+        last place, a CPU's exp by half; a state before a document of one token has a gradient of
+        three such factors, 5.1 times as far off at worst.
     """
     rows, excesses = [], []
     for name, (op, oracle, make, options) in OPS.items():
@@ -157,7 +158,7 @@ def measure_errors(dtype: torch.dtype) -> tuple[list[dict[str, object]], list[st
         for impl in impls_of(name, on_gpu[0]):
             results[impl] = [outputs_and_grads(op, i, impl=impl, **options) for i in on_gpu]
             try:
-                assert_errs_like_eager(results[impl], results["eager"], exact, factor=4)
+                assert_errs_like_eager(results[impl], results["eager"], exact, factor=6)
             except AssertionError as error:
                 excesses.append(f"{name}, {impl}, {dtype}: {error}")
         official = official_errors(name, on_gpu[0])
@@ -252,7 +253,7 @@ def check_errors(about: dict[str, object], out: Path) -> list[str]:
     append(out / "accuracy.csv", [about | row for row in errors])
     show("errors against float64, rms over rms", errors, list(errors[0]))
     for excess in excesses:
-        print(f"errs more than 4 times as much as eager PyTorch: {excess}")
+        print(f"errs more than 6 times as much as eager PyTorch: {excess}")
     return excesses
 
 
@@ -285,6 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     layouts = list(dict.fromkeys(case.layout for case in make_cases()))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder (%(default)s)")
     parser.add_argument("--layouts", nargs="+", choices=layouts, help="packs to time (all)")
+    parser.add_argument("--without-errors", action="store_true", help="time only, unchecked")
     parser.add_argument("--commit", help="of this checkout, where git is missing")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -300,7 +302,7 @@ def main(argv: list[str] | None = None) -> int:
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
-    excesses = check_errors(about, args.out)
+    excesses = [] if args.without_errors else check_errors(about, args.out)
     cases = [case for case in make_cases() if args.layouts is None or case.layout in args.layouts]
     time_cases(cases, about, args.out)
     return 1 if excesses else 0

@@ -101,12 +101,12 @@ def eager_results(inputs, **options):
     return outputs_and_grads(selective_scan, inputs, impl="reference", **options)
 
 
-def assert_accurate(draws, *, dt_softplus=True):
+def assert_accurate(draws, *, dt_softplus=True, on_gpu=3):
     actual = [run(inputs, dt_softplus=dt_softplus) for inputs in draws]
     eager = [eager_results(inputs, dt_softplus=dt_softplus) for inputs in draws]
     exact = [outputs_and_grads(scan_oracle, in_float64(i), dt_softplus=dt_softplus) for i in draws]
     # in float32 the special-function unit errs by 2 units in the last place, a CPU's exp by half
-    assert_errs_like_eager(actual, eager, exact, factor=3 if HOPPER else 2)
+    assert_errs_like_eager(actual, eager, exact, factor=on_gpu if HOPPER else 2)
 
 
 # around tiles of 8 and 16 tokens and intervals of 64; one, two and four warps; in runs
@@ -165,7 +165,9 @@ def test_long_documents_run_in_chunks(lengths, monkeypatch):
         [
             make_scan_inputs(lengths, dim=256, dstate=16, dtype=torch.bfloat16, seed=seed)
             for seed in range(3)
-        ]
+        ],
+        # of a document of one token dinitial_states is a product of three such numbers: 3.3 times
+        on_gpu=4,
     )
 
 

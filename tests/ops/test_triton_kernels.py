@@ -197,7 +197,9 @@ def test_gradient_of_one_input_alone(op):
         outputs = OPS[op](**alone, impl="triton", **OPTIONS[op], return_final_states=True)
         gradients = [t.to(DEVICE) for t in incoming]
         (gradient,) = torch.autograd.grad(outputs, alone[name], gradients, allow_unused=False)
-        assert torch.equal(gradient.cpu(), small_results(op)[f"d{name}"]), name
+        # without the others it is another kernel, in which a GPU may contract other products
+        error = relative_rms(gradient.cpu(), small_results(op)[f"d{name}"])
+        assert error < 1e-6 if GPU else error == 0, name
 
 
 @pytest.mark.parametrize("absent", ["bias", "initial_states", "activation"])
@@ -369,7 +371,7 @@ def test_a_schedule_says_if_the_longest_outlasts_the_others(lengths, dim, is_une
 
 
 def test_boundaries_must_not_change_before_the_backward():
-    inputs = make_scan([3, 5], dim=24)
+    inputs = {name: t.to(DEVICE) for name, t in make_scan([3, 5], dim=24).items()}
     inputs["x"].requires_grad_()
     y = selective_scan(**inputs, impl="triton")
     inputs["cu_seqlens"][1] = 4
