@@ -19,6 +19,8 @@ class ChunkGrid:
         tokens      = a b c d e f g h i
         chunks      = [a b] [c -] [d -] [e f] [g h] [i -]
         slots       = [0, 1, 2, 4, 6, 7, 8, 9, 10]
+        gaps        = [3, 5, 11]
+        cu_chunks   = [0, 2, 3, 6]
         doc_order   = [2, 0, 1]             the longest first
         chunk_order = [3, 0, 2,  4, 1,  5]  every document's first, every document's second, ...
         turns       = (3, 2, 1)             how many have a first, a second, ...
@@ -26,6 +28,10 @@ class ChunkGrid:
 
     slots: Tensor
     """Place of each token among those of all chunks, int64, ``(total,)``."""
+    gaps: Tensor
+    """Places without a token, int64."""
+    cu_chunks: Tensor
+    """First chunk of each document, and the end, int32, ``(num_seqs + 1,)``."""
     doc_order: Tensor
     """Documents by their count of chunks, int64, ``(num_seqs,)``."""
     chunk_order: Tensor
@@ -55,17 +61,26 @@ class ChunkGrid:
             [firsts[doc] + turn for doc in docs if counts[doc] > turn]
             for turn in range(max(counts))
         ]
-        shifts = on_device(firsts[:-1]) * chunk_size - cu_seqlens[:-1]
-        # output_size spares a GPU the wait for the sum of the lengths
-        slots = shifts.repeat_interleave(cu_seqlens.diff(), output_size=offsets[-1])
-        slots += torch.arange(offsets[-1], device=slots.device)
+        cu_chunks = on_device(firsts)
+        starts = cu_chunks * chunk_size
+        ends = starts[:-1] + cu_seqlens.diff()
+        places = firsts[-1] * chunk_size
         chunk_order = on_device([chunk for turn in order for chunk in turn])
-        return cls(slots, on_device(docs), chunk_order, tuple(map(len, order)), chunk_size)
+        return cls(
+            slots=_ranges(starts[:-1], ends, offsets[-1]),
+            gaps=_ranges(ends, starts[1:], places - offsets[-1]),
+            cu_chunks=cu_chunks.int(),
+            doc_order=on_device(docs),
+            chunk_order=chunk_order,
+            turns=tuple(map(len, order)),
+            chunk_size=chunk_size,
+        )
 
     def scatter(self, tokens: Tensor) -> Tensor:
         """Lay tokens into chunks, ``(total, ...)`` to ``(chunks, chunk_size, ...)``; gaps are 0."""
         shape = len(self.chunk_order), self.chunk_size
-        chunks = tokens.new_zeros(shape[0] * shape[1], *tokens.shape[1:])
+        chunks = tokens.new_empty(shape[0] * shape[1], *tokens.shape[1:])
+        chunks.index_fill_(0, self.gaps, 0)
         return chunks.index_copy_(0, self.slots, tokens).unflatten(0, shape)
 
     def gather(self, chunks: Tensor) -> Tensor:
@@ -141,6 +156,15 @@ class _PassStates(torch.autograd.Function):
         if not ctx.has_initial_states:
             return ddecays, dadded, None, None
         return ddecays, dadded, dh.index_select(0, grid.doc_order.argsort()), None
+
+
+def _ranges(starts: Tensor, ends: Tensor, total: int) -> Tensor:
+    """Lay ranges of whole numbers end to end, ``(total,)``."""
+    lengths = ends - starts
+    shifts = starts - lengths.cumsum(0) + lengths
+    # output_size spares a GPU the wait for the sum of the lengths
+    numbers = shifts.repeat_interleave(lengths, output_size=total)
+    return numbers + torch.arange(total, device=numbers.device)
 
 
 def chunk_size_for(cu_seqlens: Tensor, smallest: int, largest: int) -> int:

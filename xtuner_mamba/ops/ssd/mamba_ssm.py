@@ -2,15 +2,15 @@
 
 With ``seq_idx`` those take documents anywhere in a row, but sum decays across their boundaries and
 subtract again, and multiply by 0 what may be NaN: a document's bits would depend on its neighbours.
-Here every chunk is a row of a batch, and its state is handed to the next chunk outside of them.
+Here no chunk holds tokens of two documents, and states pass from chunk to chunk outside of them.
 """
 
+import importlib
 import importlib.metadata
-from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor
 
@@ -18,6 +18,30 @@ from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid, chunk_size_for
 
 _HALVES = torch.float16, torch.bfloat16
 _OLDEST = "2.3.0"
+# their offsets are 32 bits wide
+_MAX_NUMBERS = 2**31
+# of programs in the last two directions of a launch
+_MAX_PROGRAMS = 65535
+# the rest of what is relied upon: names that mamba_ssm does not promise
+_KERNELS = {
+    "ssd_bmm": ("_bmm_chunk_fwd", "_bmm_chunk_bwd"),
+    "ssd_chunk_state": (
+        "_chunk_cumsum_fwd",
+        "_chunk_cumsum_bwd",
+        "_chunk_state_fwd",
+        "_chunk_state_bwd_db",
+    ),
+    "ssd_chunk_scan": (
+        "_chunk_scan_fwd",
+        "_chunk_scan_bwd_dz",
+        "_chunk_scan_bwd_dstates",
+        "_chunk_scan_bwd_dC",
+        "_chunk_scan_bwd_dcb",
+        "_chunk_scan_bwd_ddAcs_stable",
+    ),
+    "ssd_combined": ("_chunk_scan_chunk_state_bwd_dx",),
+    "layernorm_gated": ("rmsnorm_fn",),
+}
 
 
 def ssd_mamba_ssm(
@@ -26,27 +50,49 @@ def ssd_mamba_ssm(
     *, return_final_states: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.ssd`; rows are laid end to end, step sizes are final."""
+    from xtuner_mamba.ops.ssd.mamba_ssm_function import SsdFunction
+
     reason = why_not_mamba_ssm(x)
     if reason is not None:
         raise RuntimeError(f"{reason}; take impl='reference'")
     grid = ChunkGrid.from_cu_seqlens(cu_seqlens, chunk_size or chunk_size_for(cu_seqlens, 32, 256))
-    x_c, dt_c, B_c, C_c, z_c = (None if t is None else grid.scatter(t) for t in (x, dt, B, C, z))
-    before, final_states = grid.pass_states(*_decays_and_added(x_c, dt_c, A, B_c), initial_states)
+    _check_chunks(grid, x, B)
     # kernels are launched on the current device, which need not be that of x
     with torch.cuda.device_of(x):
-        y = _kernels()(x_c, dt_c, A, B_c, C_c, grid.chunk_size, D=D, z=z_c, initial_states=before)
-    return grid.gather(y), final_states if return_final_states else None
+        return SsdFunction.apply(
+            x, dt, A, B, C, D, z, initial_states, grid, _kernels(), return_final_states
+        )
 
 
-def _decays_and_added(x_c: Tensor, dt_c: Tensor, A: Tensor, B_c: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left of a state after each chunk, and what the chunk adds to it."""
-    heads = (B_c.shape[2], -1)
-    log_decay = dt_c * A
-    # of the tokens behind each one
-    to_end = F.pad(log_decay[:, 1:], (0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
-    weighted = (torch.exp(to_end) * dt_c)[..., None] * x_c
-    added = torch.einsum("csghp,csgn->cghpn", weighted.unflatten(2, heads), B_c.to(A.dtype))
-    return torch.exp(log_decay.sum(1))[..., None, None], added.flatten(1, 2)
+def gated_rms_norm(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, *, group_size: int, norm_before_gate: bool
+) -> Tensor:
+    """Gate and norm groups of channels with mamba_ssm's kernel, rounded once.
+
+    Args:
+        x: ``(..., dim)``, for which :func:`why_not_mamba_ssm` finds no reason.
+        z: Gate, as ``x``.
+        weight: ``(dim,)``.
+        eps: Added to the mean squares.
+        group_size: Channels that have a mean square of their own.
+        norm_before_gate: Gate what was normed; norm what was gated otherwise.
+
+    Returns:
+        ``(..., dim)`` in the dtype of ``x``.
+    """
+    return _kernels().rmsnorm_fn(x, weight, None, z, eps, group_size, norm_before_gate)
+
+
+def _check_chunks(grid: ChunkGrid, x: Tensor, B: Tensor) -> None:
+    num_chunks, (ngroups, dstate) = len(grid.chunk_order), B.shape[1:]
+    numbers = num_chunks * x[0].numel() * max(dstate, grid.chunk_size)
+    if numbers >= _MAX_NUMBERS or num_chunks * ngroups > _MAX_PROGRAMS:
+        most = min((_MAX_NUMBERS - 1) * num_chunks // numbers, _MAX_PROGRAMS // ngroups)
+        raise RuntimeError(
+            f"documents must have at most {most} chunks of {grid.chunk_size} tokens together for "
+            f"mamba_ssm, got {num_chunks}; put fewer documents into a pack, or take "
+            "impl='reference'"
+        )
 
 
 def why_not_mamba_ssm(x: Tensor) -> str | None:
@@ -91,10 +137,17 @@ def why_not_installed() -> str | None:
 
 
 @cache
-def _kernels() -> Callable[..., Tensor]:
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+def _kernels() -> SimpleNamespace:
+    """Import what is relied upon, and set it to add up in a fixed order."""
     from mamba_ssm.utils.determinism import set_deterministic_mode
 
+    kernels = SimpleNamespace()
+    for module, names in _KERNELS.items():
+        found = importlib.import_module(f"mamba_ssm.ops.triton.{module}")
+        for name in names:
+            if not hasattr(found, name):
+                raise ImportError(f"mamba_ssm.ops.triton.{module} has no {name}")
+            setattr(kernels, name, getattr(found, name))
     # after the import, which would otherwise tune nothing
     set_deterministic_mode(True)
-    return mamba_chunk_scan_combined
+    return kernels

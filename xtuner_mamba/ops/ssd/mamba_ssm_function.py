@@ -1,0 +1,91 @@
+"""Forward and backward of the op from the kernels of mamba_ssm, one call each.
+
+As in mamba_ssm's ``_mamba_chunk_scan_combined_fwd`` and ``_bwd``, but for the states, which our own
+kernels hand from chunk to chunk. All chunks of all documents stand in one row; mamba_ssm's kernels
+read none but their own chunk and its states.
+"""
+
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid
+from xtuner_mamba.ops.ssd.triton_states import pass_states_bwd, pass_states_fwd
+
+
+class SsdFunction(torch.autograd.Function):
+    """Keeps the states before the chunks in float32; a recomputed mixer keeps those of one layer."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+        z: Tensor | None, initial_states: Tensor | None, grid: ChunkGrid,
+        kernels: SimpleNamespace | ModuleType, return_final_states: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        x, dt, B, C = (_row_of(grid, t) for t in (x, dt, B, C))
+        z = None if z is None else _row_of(grid, z)
+        D = None if D is None else D.contiguous()
+        dA_cumsum, steps = kernels._chunk_cumsum_fwd(dt, A, grid.chunk_size)
+        states = kernels._chunk_state_fwd(B, x, steps, dA_cumsum, states_in_fp32=True)
+        final_states = pass_states_fwd(
+            states, dA_cumsum, grid.cu_chunks, initial_states,
+            return_final_states=return_final_states,
+        )  # fmt: skip
+        CB = kernels._bmm_chunk_fwd(C, B, grid.chunk_size, output_dtype=torch.float32)
+        y, ungated = kernels._chunk_scan_fwd(CB, x, steps, dA_cumsum, C, states, D=D, z=z)
+        ctx.grid, ctx.kernels = grid, kernels
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, states, CB, ungated
+        )
+        return _tokens_of(grid, y), final_states
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor | None, dfinal_states: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, states, CB, ungated = (
+            ctx.saved_tensors
+        )
+        grid, kernels, ngroups = ctx.grid, ctx.kernels, B.shape[2]
+        dy = torch.zeros_like(x) if dy is None else _row_of(grid, dy)
+        dz = None
+        if z is not None:
+            dz, dy, dD = kernels._chunk_scan_bwd_dz(
+                x, z, ungated, dy, grid.chunk_size, has_ddAcs=False, D=D
+            )
+        dstates = kernels._chunk_scan_bwd_dstates(C, dA_cumsum, dy, dtype=torch.float32)
+        dadded, ddecays, dinitial_states = pass_states_bwd(
+            dstates, states, dA_cumsum, grid.cu_chunks, initial_states, dfinal_states, x.dtype
+        )
+        dx, dsteps, dD_of_x = kernels._chunk_scan_chunk_state_bwd_dx(
+            x, steps, dA_cumsum, B, CB, dy, dadded, D=D
+        )
+        if z is None:
+            dD = dD_of_x
+        dB_added, ddA_to_end = kernels._chunk_state_bwd_db(
+            x, steps, dA_cumsum, dadded, B=B, ngroups=ngroups
+        )
+        dC_states, ddA_cumsum = kernels._chunk_scan_bwd_dC(
+            states, dA_cumsum, dy, C=C, ngroups=ngroups
+        )
+        dCB = kernels._chunk_scan_bwd_dcb(x, steps, dA_cumsum, dy, ngroups=ngroups)
+        dB = kernels._bmm_chunk_bwd(C, dCB, residual=dB_added)
+        dC = kernels._bmm_chunk_bwd(B, dCB.transpose(-1, -2), residual=dC_states)
+        # a decay acts on all that comes after it in the chunk, and on the state after that
+        ddA_cumsum[..., -1] += ddecays
+        ddA = kernels._chunk_scan_bwd_ddAcs_stable(x, steps, dA_cumsum, dy, CB)
+        ddA += ddA_to_end + ddA_cumsum.flip(-1).cumsum(-1).flip(-1)
+        ddt, dA, _ = kernels._chunk_cumsum_bwd(ddA, dsteps, dt, A)
+        dx, ddt, dB, dC = (_tokens_of(grid, t) for t in (dx, ddt, dB, dC))
+        dz = None if dz is None else _tokens_of(grid, dz)
+        return dx, ddt, dA, dB, dC, dD, dz, dinitial_states, None, None, None
+
+
+def _row_of(grid: ChunkGrid, tokens: Tensor) -> Tensor:
+    return grid.scatter(tokens).flatten(0, 1)[None]
+
+
+def _tokens_of(grid: ChunkGrid, row: Tensor) -> Tensor:
+    return row[0].index_select(0, grid.slots)

@@ -1,0 +1,159 @@
+"""Triton kernels that hand the states of documents from chunk to chunk, within each document alone.
+
+A program walks the chunks of one document, for one head and a block of its state. Nothing is
+multiplied with 0 at a boundary, and no two programs add to the same number.
+
+Dimensions beside those of the op:
+    chunks: of all documents, in their order
+    size:   headdim * dstate
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xtuner_mamba.ops.triton_support import cdiv
+
+_BLOCK = 1024
+
+
+def pass_states_fwd(
+    states: Tensor,
+    dA_cumsum: Tensor,
+    cu_chunks: Tensor,
+    initial_states: Tensor | None,
+    *,
+    return_final_states: bool,
+) -> Tensor | None:
+    """Replace, in place, what each chunk adds to a state by the state before the chunk.
+
+    Args:
+        states: What each chunk adds, float32, ``(1, chunks, nheads, headdim, dstate)``.
+        dA_cumsum: Logarithms of the decays, summed from the start of a chunk, float32,
+            ``(1, nheads, chunks, chunk_size)``.
+        cu_chunks: First chunk of each document, and the end, int32, ``(num_seqs + 1,)``.
+        initial_states: State before each document, ``(num_seqs, nheads, headdim, dstate)``;
+            ``None`` is zero.
+        return_final_states: Whether they are wanted.
+
+    Returns:
+        State after each document, float32, shaped as ``initial_states``.
+    """
+    final_states = None
+    if return_final_states:
+        final_states = states.new_empty(len(cu_chunks) - 1, *states.shape[2:])
+    if initial_states is not None:
+        initial_states = initial_states.contiguous()
+    size = states[0, 0, 0].numel()
+    _pass_fwd_kernel[_grid(states, cu_chunks)](
+        states, dA_cumsum, cu_chunks, initial_states, final_states, *dA_cumsum.shape[2:], size,
+        BLOCK=_BLOCK,
+    )  # fmt: skip
+    return final_states
+
+
+def pass_states_bwd(
+    dstates: Tensor,
+    states: Tensor,
+    dA_cumsum: Tensor,
+    cu_chunks: Tensor,
+    initial_states: Tensor | None,
+    dfinal_states: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hand gradients from the end of each document to its start.
+
+    Args:
+        dstates: Gradient of the states before the chunks, float32, shaped as ``states``.
+        states: These states, as :func:`pass_states_fwd` left them.
+        dA_cumsum: See there, as ``cu_chunks`` and ``initial_states``.
+        cu_chunks: See there.
+        initial_states: See there; says whether their gradient is wanted, and in which dtype.
+        dfinal_states: Gradient of the states after the documents; ``None`` is zero.
+        dtype: Of the first result.
+
+    Returns:
+        Gradients of what each chunk added, shaped as ``states``; of the last sum of each chunk in
+        ``dA_cumsum``, ``(1, nheads, chunks)``; and of ``initial_states``.
+    """
+    grid = _grid(states, cu_chunks)
+    dadded = torch.empty_like(states, dtype=dtype)
+    # a number for each program, to be summed in a fixed order
+    ddecays = states.new_empty(*dA_cumsum.shape[:3], grid[2])
+    if dfinal_states is not None:
+        dfinal_states = dfinal_states.contiguous()
+    dinitial_states = None
+    if initial_states is not None:
+        dinitial_states = initial_states.new_empty(initial_states.shape)
+    size = states[0, 0, 0].numel()
+    _pass_bwd_kernel[grid](
+        dstates, states, dA_cumsum, cu_chunks, dfinal_states, dadded, ddecays, dinitial_states,
+        *dA_cumsum.shape[2:], size, BLOCK=_BLOCK,
+    )  # fmt: skip
+    return dadded, ddecays.sum(-1), dinitial_states
+
+
+def _grid(states: Tensor, cu_chunks: Tensor) -> tuple[int, int, int]:
+    # documents first: a launch takes 2**31 programs there, 65,535 elsewhere
+    return len(cu_chunks) - 1, states.shape[2], cdiv(states[0, 0, 0].numel(), _BLOCK)
+
+
+# changes from step to step: a kernel for each of its divisors would be compiled in turn
+@triton.jit(do_not_specialize=["num_chunks"])
+def _pass_fwd_kernel(
+    states, dA_cumsum, cu_chunks, initial_states, final_states, num_chunks, chunk_size, size,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    i_seq = tl.program_id(0).to(tl.int64)
+    i_head = tl.program_id(1).to(tl.int64)
+    nheads = tl.num_programs(1)
+    o_s = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    m_s = o_s < size
+    o_seq = (i_seq * nheads + i_head) * size + o_s
+    if initial_states is not None:
+        b_h = tl.load(initial_states + o_seq, mask=m_s, other=0.0).to(tl.float32)
+    else:
+        b_h = tl.zeros((BLOCK,), dtype=tl.float32)
+    first = tl.load(cu_chunks + i_seq).to(tl.int64)
+    end = tl.load(cu_chunks + i_seq + 1).to(tl.int64)
+    for i_chunk in range(first, end):
+        p_state = states + (i_chunk * nheads + i_head) * size + o_s
+        p_last = dA_cumsum + (i_head * num_chunks + i_chunk + 1) * chunk_size - 1
+        b_added = tl.load(p_state, mask=m_s, other=0.0)
+        tl.store(p_state, b_h, mask=m_s)
+        b_h = tl.exp(tl.load(p_last)) * b_h + b_added
+    if final_states is not None:
+        tl.store(final_states + o_seq, b_h, mask=m_s)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _pass_bwd_kernel(
+    dstates, states, dA_cumsum, cu_chunks, dfinal_states, dadded, ddecays, dinitial_states,
+    num_chunks, chunk_size, size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i_seq = tl.program_id(0).to(tl.int64)
+    i_head = tl.program_id(1).to(tl.int64)
+    i_block = tl.program_id(2)
+    nheads = tl.num_programs(1)
+    o_s = i_block * BLOCK + tl.arange(0, BLOCK)
+    m_s = o_s < size
+    o_seq = (i_seq * nheads + i_head) * size + o_s
+    if dfinal_states is not None:
+        b_dh = tl.load(dfinal_states + o_seq, mask=m_s, other=0.0).to(tl.float32)
+    else:
+        b_dh = tl.zeros((BLOCK,), dtype=tl.float32)
+    first = tl.load(cu_chunks + i_seq).to(tl.int64)
+    end = tl.load(cu_chunks + i_seq + 1).to(tl.int64)
+    for i_back in range(first, end):
+        i_chunk = first + end - 1 - i_back
+        i_decay = i_head * num_chunks + i_chunk
+        o_state = (i_chunk * nheads + i_head) * size + o_s
+        tl.store(dadded + o_state, b_dh, mask=m_s)
+        b_h = tl.load(states + o_state, mask=m_s, other=0.0)
+        b_decay = tl.exp(tl.load(dA_cumsum + (i_decay + 1) * chunk_size - 1))
+        p_ddecay = ddecays + i_decay * tl.num_programs(2) + i_block
+        tl.store(p_ddecay, tl.sum(b_dh * b_h, 0) * b_decay)
+        b_dh = b_decay * b_dh + tl.load(dstates + o_state, mask=m_s, other=0.0)
+    if dinitial_states is not None:
+        tl.store(dinitial_states + o_seq, b_dh, mask=m_s)
