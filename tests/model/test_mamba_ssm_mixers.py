@@ -7,6 +7,7 @@ names, parameters and settings, but no forward.
 from functools import partial
 
 import pytest
+import ssd_stand_ins
 import torch
 from family_proof import InFloat64
 from mixer_oracles import mamba2_token_by_token
@@ -17,6 +18,8 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.model import dispatch_packed
+from xtuner_mamba.model.dispatch import mamba2
+from xtuner_mamba.ops.ssd import mamba_ssm
 from xtuner_mamba.testing import relative_rms
 
 # a process tries many variants of each kernel; one of several is enough
@@ -131,7 +134,7 @@ def test_mamba_is_the_mixer_of_transformers():
         assert_packed_equals(mixer, theirs)
 
 
-@pytest.mark.parametrize(
+SETTINGS = pytest.mark.parametrize(
     "settings",
     [
         {},
@@ -142,11 +145,22 @@ def test_mamba_is_the_mixer_of_transformers():
     ],
     ids=str,
 )
+
+
+@SETTINGS
 def test_mamba2_is_the_recurrence(settings):
     torch.manual_seed(0)
     mixer = Mamba2(**settings).double()
     assert dispatch_packed(mixer).counts == {"Mamba2": 1}
     assert_packed_equals(mixer, lambda document: mamba2_token_by_token(mixer, document))
+
+
+@SETTINGS
+def test_mamba2_is_the_recurrence_with_the_norm_of_mamba_ssm(settings, monkeypatch):
+    """A stand-in of it, with its arguments."""
+    monkeypatch.setattr(mamba2, "why_not_mamba_ssm", lambda y: None)
+    monkeypatch.setattr(mamba_ssm, "_kernels", lambda: ssd_stand_ins)
+    test_mamba2_is_the_recurrence(settings)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

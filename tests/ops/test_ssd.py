@@ -1,19 +1,24 @@
 """ssd: against the closed form of each document alone, head by head; on a GPU its kernels too."""
 
 import re
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ssd_inputs import LENGTHS, make_inputs
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.ops import ssd
 from xtuner_mamba.ops.ssd import api, mamba_ssm
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid, chunk_size_for
 from xtuner_mamba.testing import (
+    assert_as_accurate_as_eager,
     assert_errs_like_eager,
     documents,
+    eighths,
     in_float64,
     outputs_and_grads,
     relative_rms,
@@ -25,35 +30,7 @@ GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU, reason="mamba_ssm's kernels need a GPU")
 # a process tries many variants of each kernel; one of several is enough
 pytestmark = pytest.mark.xdist_group("mamba_ssm")
-# one token, chunk edges, ragged
-LENGTHS = [[1], [3, 4, 1], [8, 9, 7, 16], [1, 1, 1, 1, 1], [7, 1, 1, 40, 2, 3, 17]]
 OPTIONAL = {"D", "z", "dt_bias", "initial_states"}
-
-
-def make_inputs(
-    lengths, *, nheads=4, headdim=3, ngroups=2, dstate=5, dtype=torch.float64, device="cpu", seed=0
-):
-    """Draw every tensor argument of ``ssd``, by name, with step sizes as in training."""
-    draw = torch.Generator().manual_seed(seed)
-    total, wide = sum(lengths), torch.promote_types(dtype, torch.float32)
-    tokens = {
-        "x": (nheads, headdim),
-        "dt": (nheads,),
-        "B": (ngroups, dstate),
-        "C": (ngroups, dstate),
-        "z": (nheads, headdim),
-    }
-    inputs = {name: torch.randn(1, total, *shape, generator=draw) for name, shape in tokens.items()}
-    inputs = {name: t.to(dtype) for name, t in inputs.items()}
-    params = {
-        "A": -torch.rand(nheads, generator=draw) * 8 - 0.5,
-        "D": torch.randn(nheads, generator=draw),
-        "dt_bias": torch.randn(nheads, generator=draw) - 2,
-        "initial_states": torch.randn(len(lengths), nheads, headdim, dstate, generator=draw),
-    }
-    inputs |= {name: t.to(wide) for name, t in params.items()}
-    inputs["cu_seqlens"] = PackedLayout.from_lengths(lengths).cu_seqlens
-    return {name: t.to(device) for name, t in inputs.items()}
 
 
 def oracle(
@@ -227,6 +204,8 @@ def test_a_grid_starts_a_chunk_with_every_document():
     cu_seqlens = PackedLayout.from_lengths([3, 1, 5]).cu_seqlens
     grid = ChunkGrid.from_cu_seqlens(cu_seqlens, 2)
     assert grid.slots.tolist() == [0, 1, 2, 4, 6, 7, 8, 9, 10]
+    assert grid.sources.tolist() == [0, 1, 2, -1, 3, -1, 4, 5, 6, 7, 8, -1]
+    assert grid.cu_chunks.tolist() == [0, 2, 3, 6]
     assert grid.doc_order.tolist() == [2, 0, 1]
     assert grid.chunk_order.tolist() == [3, 0, 2, 4, 1, 5]
     assert grid.turns == (3, 2, 1)
@@ -295,9 +274,15 @@ def test_a_batch_with_boundaries_is_refused_with_the_remedy():
 
 @pytest.fixture
 def _forget_what_was_asked():
-    mamba_ssm.why_not_installed.cache_clear()
+    def forget():
+        mamba_ssm.why_not_installed.cache_clear()
+        kernels.cache_clear()
+
+    # a test may put something else in its place
+    kernels = mamba_ssm._kernels
+    forget()
     yield
-    mamba_ssm.why_not_installed.cache_clear()
+    forget()
 
 
 @pytest.mark.usefixtures("_forget_what_was_asked")
@@ -328,27 +313,32 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
     assert "importable, got ImportError('undefined symbol')" in mamba_ssm.why_not_installed()
 
 
+@pytest.mark.usefixtures("_forget_what_was_asked")
+def test_a_package_without_one_of_the_kernels_is_named(monkeypatch):
+    for name in ("mamba_ssm", "mamba_ssm.utils", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    switches = []
+    determinism = SimpleNamespace(set_deterministic_mode=switches.append)
+    monkeypatch.setitem(sys.modules, "mamba_ssm.utils.determinism", determinism)
+    for module, names in mamba_ssm._KERNELS.items():
+        found = SimpleNamespace(**{name: f"the {name}" for name in names})
+        monkeypatch.setitem(sys.modules, f"mamba_ssm.ops.triton.{module}", found)
+    monkeypatch.setattr(mamba_ssm.importlib.metadata, "version", lambda name: "2.3.2.post1")
+    assert mamba_ssm.why_not_installed() is None
+    assert mamba_ssm._kernels().rmsnorm_fn == "the rmsnorm_fn"
+    assert switches == [True]
+    mamba_ssm.why_not_installed.cache_clear()
+    mamba_ssm._kernels.cache_clear()
+    del found.rmsnorm_fn
+    assert mamba_ssm.why_not_installed() == (
+        "mamba-ssm must be importable, got "
+        "ImportError('mamba_ssm.ops.triton.layernorm_gated has no rmsnorm_fn')"
+    )
+
+
 def test_the_kernels_are_refused_without_a_gpu():
     with pytest.raises(RuntimeError, match=r"on a GPU for mamba_ssm, got cpu; take impl='refer"):
         ssd(**make_inputs([3]), impl="mamba_ssm")
-
-
-def test_the_kernels_get_a_chunk_a_row(monkeypatch):
-    """What stands in for them here knows nothing of documents."""
-
-    def without_documents(x, dt, A, B, C, chunk_size, *, D, z, initial_states):
-        assert x.shape[1] == chunk_size
-        return ssd(x, dt, A, B, C, D=D, z=z, initial_states=initial_states, impl="reference")
-
-    monkeypatch.setattr(mamba_ssm, "why_not_mamba_ssm", lambda x: None)
-    monkeypatch.setattr(mamba_ssm, "_kernels", lambda: without_documents)
-    inputs = make_inputs([33, 1, 70])
-    options = dict(dt_softplus=True, dt_limit=(0.01, 0.5))
-    exact = outputs_and_grads(ssd, inputs, **options, impl="reference")
-    assert_exact(outputs_and_grads(ssd, inputs, **options, impl="mamba_ssm"), exact)
-    del inputs["initial_states"]
-    exact = outputs_and_grads(ssd, inputs, **options, impl="reference")
-    assert_exact(outputs_and_grads(ssd, inputs, **options, impl="mamba_ssm"), exact)
 
 
 def test_why_the_kernels_are_not_used_is_said_once(monkeypatch, caplog):
@@ -411,6 +401,39 @@ def test_kernels_leave_the_bits_of_other_documents_alone(i_seq, value):
     states = torch.arange(len(GPU_LENGTHS)) != i_seq
     for name in ("final_states", "dinitial_states"):
         assert torch.equal(after[name][states], before[name][states]), name
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm_before_gate", [False, True])
+@pytest.mark.parametrize("group_size", [256, 96])
+def test_gated_norm_errs_like_eager(group_size, norm_before_gate, dtype):
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randn(1, 500, 4, 2 * group_size, generator=draw).to(dtype)
+    # slices, as of what a layer has projected
+    inputs = tokens[:, :, 1], tokens[:, :, 2], tokens[0, 0, 0]
+    settings = dict(group_size=group_size, norm_before_gate=norm_before_gate)
+    exact = norm_and_grads(eager_gated_norm, inputs, torch.float64, **settings)
+    eager = norm_and_grads(eager_gated_norm, inputs, torch.float32, **settings)
+    actual = norm_and_grads(mamba_ssm.gated_rms_norm, inputs, dtype, **settings)
+    for name in exact:
+        rounded = eager[name].to(dtype)
+        assert_as_accurate_as_eager(name, actual[name], rounded, exact[name])
+
+
+def eager_gated_norm(x, z, weight, eps, *, group_size, norm_before_gate):
+    gate = torch.nn.functional.silu(z)
+    x = x if norm_before_gate else x * gate
+    x = torch.nn.functional.rms_norm(x.unflatten(-1, (-1, group_size)), (group_size,), eps=eps)
+    x = x.flatten(-2) * weight
+    return x * gate if norm_before_gate else x
+
+
+def norm_and_grads(norm, inputs, dtype, **settings):
+    leaves = [t.to("cuda", dtype).requires_grad_() for t in inputs]
+    y = norm(*leaves, 1e-5, **settings)
+    grads = torch.autograd.grad(y, leaves, eighths(y.shape).to(y))
+    return {n: t.detach().cpu() for n, t in zip(("y", "dx", "dz", "dweight"), (y, *grads))}
 
 
 def run_kernels(inputs):

@@ -18,6 +18,7 @@ ROWS = {"x", "dt", "z", "y", "dy", "dx", "ddt", "dz"}
 HALVES = ROWS | {"weight", "bias", "initial_states", "update", "rounded", "dupdate", "logits"}
 INTEGERS = {"cu_seqlens", "cu_chunks", "seqs", "seq_idx", "targets"}
 SCAN = {"SOFTPLUS": True, "DSTATE": 16, "BLOCK_N": 16, "BLOCK_D": 128}
+STATES = {"BLOCK": 1024, "size": 8192, "chunk_size": 128}
 CONV = {"WIDTH": 4, "SILU": True, "BLOCK_D": 128, "GROUP": 8, "dim": 4096}
 CONV |= {"stride_x": 8192, "stride_dy": 4096, "stride_dy_fork": 4096, "stride_dx": 8192}
 
@@ -29,6 +30,7 @@ def kernels():
     from xtuner_mamba.ops.linear_cross_entropy import triton as cross_entropy
     from xtuner_mamba.ops.rms_norm import triton as norm
     from xtuner_mamba.ops.selective_scan import chunks, gpu_layout, triton_bwd, triton_fwd
+    from xtuner_mamba.ops.ssd import triton_rows, triton_states
 
     layout = {"A_IS_LOG": True, "BLOCK": 64, "dim": 4096}
     sums = layout | {"ROWS": 16, "width": 1024}
@@ -54,6 +56,9 @@ def kernels():
             cross_entropy._cross_entropy_kernel,
             {"vocab": 50280, "IGNORE": -100, "NEEDS_GRAD": True, "BLOCK_V": 4096},
         ),
+        "chunk rows": (triton_rows._copy_rows_kernel, {"BLOCK": 4096}),
+        "states forward": (triton_states._pass_fwd_kernel, STATES),
+        "states backward": (triton_states._pass_bwd_kernel, STATES),
         "conv forward, one tap": (conv_fwd._conv_fwd_kernel, {"WIDTH": 1}),
         "conv backward, one tap": (conv_bwd._conv_bwd_kernel, {"WIDTH": 1}),
     }
@@ -65,7 +70,7 @@ def test_all_of_this_file_without_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "18 passed, 1 skipped" in run.stdout, run.stdout
+    assert "21 passed, 1 skipped" in run.stdout, run.stdout
 
 
 @pytest.mark.skipif(not COMPILES, reason="the test above runs it, or a GPU runs the kernels")
@@ -88,6 +93,9 @@ def test_all_of_this_file_without_the_interpreter():
         "norm backward",
         "sum",
         "cross entropy",
+        "chunk rows",
+        "states forward",
+        "states backward",
         # windows of no tokens
         "conv forward, one tap",
         "conv backward, one tap",
@@ -105,7 +113,7 @@ def test_compiles(name):
             signature[arg] = "constexpr"
         elif arg in INTEGERS:
             signature[arg] = "*i32"
-        elif arg == "order":
+        elif arg in ("order", "places"):
             signature[arg] = "*i64"
         elif arg in ("unknown_one", "eps"):
             signature[arg] = "fp32"
@@ -117,6 +125,8 @@ def test_compiles(name):
             "num_parts",
             "num_vectors",
             "block_t",
+            "num_chunks",
+            "chunk_size",
         ):
             signature[arg] = "i32"
         else:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from xtuner_mamba.model.dispatch.cached_rows import CachedRows, refuse_cache_with_packs
 from xtuner_mamba.model.dispatch.mamba import Rows, convolve, mix_documents
 from xtuner_mamba.ops import ssd
+from xtuner_mamba.ops.ssd.mamba_ssm import gated_rms_norm, why_not_mamba_ssm
 
 
 def mamba2_mixer_forward(
@@ -141,6 +142,15 @@ def _gate_and_norm(self: nn.Module, y: Tensor, z: Tensor, settings: _Settings) -
     Each group of heads has a mean square of its own, as in mamba_ssm and in the kernel by which
     transformers trains.
     """
+    if settings.norm_eps is not None and why_not_mamba_ssm(y) is None:
+        return gated_rms_norm(
+            y,
+            z,
+            self.norm.weight,
+            settings.norm_eps,
+            group_size=settings.dim // settings.ngroups,
+            norm_before_gate=settings.norm_before_gate,
+        )
     dtype = torch.promote_types(y.dtype, torch.float32)
     wide, gate = y.to(dtype), F.silu(z.to(dtype))
     if settings.norm_eps is None:

@@ -19,7 +19,7 @@ class ChunkGrid:
         tokens      = a b c d e f g h i
         chunks      = [a b] [c -] [d -] [e f] [g h] [i -]
         slots       = [0, 1, 2, 4, 6, 7, 8, 9, 10]
-        gaps        = [3, 5, 11]
+        sources     = [0, 1, 2, -1, 3, -1, 4, 5, 6, 7, 8, -1]
         cu_chunks   = [0, 2, 3, 6]
         doc_order   = [2, 0, 1]             the longest first
         chunk_order = [3, 0, 2,  4, 1,  5]  every document's first, every document's second, ...
@@ -28,8 +28,8 @@ class ChunkGrid:
 
     slots: Tensor
     """Place of each token among those of all chunks, int64, ``(total,)``."""
-    gaps: Tensor
-    """Places without a token, int64."""
+    sources: Tensor
+    """Token in each place, -1 for a gap, int64, ``(chunks * chunk_size,)``."""
     cu_chunks: Tensor
     """First chunk of each document, and the end, int32, ``(num_seqs + 1,)``."""
     doc_order: Tensor
@@ -62,16 +62,18 @@ class ChunkGrid:
             for turn in range(max(counts))
         ]
         cu_chunks = on_device(firsts)
-        starts = cu_chunks * chunk_size
-        ends = starts[:-1] + cu_seqlens.diff()
-        places = firsts[-1] * chunk_size
-        chunk_order = on_device([chunk for turn in order for chunk in turn])
+        shifts = cu_chunks[:-1] * chunk_size - cu_seqlens[:-1]
+        # output_size spares a GPU the wait for the sum of the lengths
+        slots = shifts.repeat_interleave(cu_seqlens.diff(), output_size=offsets[-1])
+        tokens = torch.arange(offsets[-1], device=slots.device)
+        slots += tokens
+        sources = slots.new_full((firsts[-1] * chunk_size,), -1).index_copy_(0, slots, tokens)
         return cls(
-            slots=_ranges(starts[:-1], ends, offsets[-1]),
-            gaps=_ranges(ends, starts[1:], places - offsets[-1]),
+            slots=slots,
+            sources=sources,
             cu_chunks=cu_chunks.int(),
             doc_order=on_device(docs),
-            chunk_order=chunk_order,
+            chunk_order=on_device([chunk for turn in order for chunk in turn]),
             turns=tuple(map(len, order)),
             chunk_size=chunk_size,
         )
@@ -79,8 +81,7 @@ class ChunkGrid:
     def scatter(self, tokens: Tensor) -> Tensor:
         """Lay tokens into chunks, ``(total, ...)`` to ``(chunks, chunk_size, ...)``; gaps are 0."""
         shape = len(self.chunk_order), self.chunk_size
-        chunks = tokens.new_empty(shape[0] * shape[1], *tokens.shape[1:])
-        chunks.index_fill_(0, self.gaps, 0)
+        chunks = tokens.new_zeros(shape[0] * shape[1], *tokens.shape[1:])
         return chunks.index_copy_(0, self.slots, tokens).unflatten(0, shape)
 
     def gather(self, chunks: Tensor) -> Tensor:
@@ -156,15 +157,6 @@ class _PassStates(torch.autograd.Function):
         if not ctx.has_initial_states:
             return ddecays, dadded, None, None
         return ddecays, dadded, dh.index_select(0, grid.doc_order.argsort()), None
-
-
-def _ranges(starts: Tensor, ends: Tensor, total: int) -> Tensor:
-    """Lay ranges of whole numbers end to end, ``(total,)``."""
-    lengths = ends - starts
-    shifts = starts - lengths.cumsum(0) + lengths
-    # output_size spares a GPU the wait for the sum of the lengths
-    numbers = shifts.repeat_interleave(lengths, output_size=total)
-    return numbers + torch.arange(total, device=numbers.device)
 
 
 def chunk_size_for(cu_seqlens: Tensor, smallest: int, largest: int) -> int:

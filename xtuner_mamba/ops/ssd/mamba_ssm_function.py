@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid
+from xtuner_mamba.ops.ssd.triton_rows import copy_rows
 from xtuner_mamba.ops.ssd.triton_states import pass_states_bwd, pass_states_fwd
 
 
@@ -84,8 +85,8 @@ class SsdFunction(torch.autograd.Function):
 
 
 def _row_of(grid: ChunkGrid, tokens: Tensor) -> Tensor:
-    return grid.scatter(tokens).flatten(0, 1)[None]
+    return copy_rows(tokens, grid.sources)[None]
 
 
 def _tokens_of(grid: ChunkGrid, row: Tensor) -> Tensor:
-    return row[0].index_select(0, grid.slots)
+    return copy_rows(row[0], grid.slots)

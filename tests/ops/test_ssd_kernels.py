@@ -1,0 +1,232 @@
+"""Our kernels around those of mamba_ssm: rows into chunks, states from chunk to chunk, and all."""
+
+import re
+
+import pytest
+import ssd_stand_ins
+import torch
+from ssd_inputs import LENGTHS, make_inputs
+
+from xtuner_mamba.layout import PackedLayout
+from xtuner_mamba.ops import ssd
+from xtuner_mamba.ops.ssd import mamba_ssm
+from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid
+from xtuner_mamba.ops.ssd.triton_rows import copy_rows
+from xtuner_mamba.ops.ssd.triton_states import pass_states_bwd, pass_states_fwd
+from xtuner_mamba.testing import (
+    eighths,
+    in_float64,
+    outputs_and_grads,
+    relative_rms,
+    with_document_replaced,
+)
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+CHUNK = 4
+
+
+def make_grid(lengths):
+    cu_seqlens = PackedLayout.from_lengths(lengths).to(DEVICE).cu_seqlens
+    return ChunkGrid.from_cu_seqlens(cu_seqlens, CHUNK)
+
+
+# narrower and wider than a program's step
+@pytest.mark.parametrize("dim", [3, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_rows_are_copied_to_the_bit(dtype, dim):
+    grid = make_grid([3, 1, 5])
+    draw = torch.Generator().manual_seed(0)
+    # a slice, as a layer may return one
+    wide = torch.randn((9, 2, dim + 3), generator=draw).to(DEVICE, dtype)
+    tokens = wide[..., 2 : 2 + dim]
+    tokens[4] = torch.nan
+    row = copy_rows(tokens, grid.sources)
+    expected = grid.scatter(tokens).flatten(0, 1)
+    torch.testing.assert_close(row, expected, rtol=0, atol=0, equal_nan=True)
+    back = copy_rows(row, grid.slots)
+    torch.testing.assert_close(back, tokens, rtol=0, atol=0, equal_nan=True)
+
+
+def make_states(grid, num_seqs, *, nheads=2, headdim=3, dstate=500, seed=0):
+    """More of a state than a program holds."""
+    draw = torch.Generator().manual_seed(seed)
+    chunks = len(grid.chunk_order)
+    added = torch.randn(1, chunks, nheads, headdim, dstate, generator=draw)
+    dA_cumsum = -torch.rand(1, nheads, chunks, CHUNK, generator=draw).cumsum(-1)
+    initial_states = torch.randn(num_seqs, nheads, headdim, dstate, generator=draw)
+    return [t.to(DEVICE) for t in (added, dA_cumsum, initial_states)]
+
+
+def pass_states(grid, added, dA_cumsum, initial_states, dstates, dfinal_states):
+    """Results of both kernels, by name."""
+    states = added.clone()
+    final_states = pass_states_fwd(
+        states, dA_cumsum, grid.cu_chunks, initial_states, return_final_states=True
+    )
+    dadded, ddecays, dinitial_states = pass_states_bwd(
+        dstates, states, dA_cumsum, grid.cu_chunks, initial_states, dfinal_states, torch.float32
+    )
+    results = dict(states=states, final_states=final_states, dadded=dadded, ddecays=ddecays)
+    if initial_states is not None:
+        results["dinitial_states"] = dinitial_states
+    return results
+
+
+def in_turns(grid, added, dA_cumsum, initial_states, dstates, dfinal_states):
+    """The same from the reference in float64."""
+    leaves = [t.double() for t in (added[0], dA_cumsum[0, ..., -1], initial_states)]
+    added, last_sums, initial_states = (t.requires_grad_() for t in leaves)
+    decays = last_sums.exp().t()[..., None, None]
+    states, final_states = grid.pass_states(decays, added, initial_states)
+    incoming = dstates[0].double(), dfinal_states.double()
+    grads = torch.autograd.grad((states, final_states), leaves, incoming)
+    return dict(
+        states=states.detach()[None],
+        final_states=final_states.detach(),
+        dadded=grads[0][None],
+        ddecays=grads[1][None],
+        dinitial_states=grads[2],
+    )
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_states_pass_as_in_the_reference(lengths):
+    grid = make_grid(lengths)
+    added, dA_cumsum, initial_states = make_states(grid, len(lengths))
+    incoming = [eighths(t.shape, seed).to(t) for seed, t in enumerate((added, initial_states))]
+    actual = pass_states(grid, added, dA_cumsum, initial_states, *incoming)
+    exact = in_turns(grid, added, dA_cumsum, initial_states, *incoming)
+    errors = {name: relative_rms(actual[name], exact[name]) for name in exact}
+    assert max(errors.values()) < 1e-6, errors
+
+
+def test_no_states_given_are_zeros():
+    grid = make_grid([9, 1, 6])
+    added, dA_cumsum, initial_states = make_states(grid, 3)
+    incoming = [eighths(t.shape, seed).to(t) for seed, t in enumerate((added, initial_states))]
+    actual = pass_states(grid, added, dA_cumsum, None, incoming[0], None)
+    incoming[1].zero_()
+    zeros = pass_states(grid, added, dA_cumsum, torch.zeros_like(initial_states), *incoming)
+    assert actual.keys() < zeros.keys()
+    for name, result in actual.items():
+        assert torch.equal(result, zeros[name]), name
+    states = added.clone()
+    assert not pass_states_fwd(states, dA_cumsum, grid.cu_chunks, None, return_final_states=False)
+    assert torch.equal(states, actual["states"])
+
+
+def test_gradients_of_states_are_rounded_once_and_given_in_the_dtype_of_each():
+    grid = make_grid([9, 1, 6])
+    added, dA_cumsum, initial_states = make_states(grid, 3)
+    args = added, added, dA_cumsum, grid.cu_chunks
+    wide = pass_states_bwd(*args, initial_states, None, torch.float32)
+    low = pass_states_bwd(*args, initial_states.half(), None, torch.float16)
+    assert torch.equal(low[0], wide[0].half())
+    assert torch.equal(low[1], wide[1])
+    assert torch.equal(low[2], wide[2].half())
+
+
+def test_states_of_a_document_are_its_own():
+    lengths, i_seq = [9, 1, 6, 2], 2
+    grid = make_grid(lengths)
+    added, dA_cumsum, initial_states = make_states(grid, len(lengths))
+    incoming = [eighths(t.shape, seed).to(t) for seed, t in enumerate((added, initial_states))]
+    before = pass_states(grid, added, dA_cumsum, initial_states, *incoming)
+    first, end = grid.cu_chunks[i_seq : i_seq + 2].tolist()
+    for tensor in (added, incoming[0]):
+        tensor[:, first:end] = torch.nan
+    dA_cumsum[:, :, first:end] = torch.nan
+    for tensor in (initial_states, incoming[1]):
+        tensor[i_seq] = torch.nan
+    after = pass_states(grid, added, dA_cumsum, initial_states, *incoming)
+    for name, result in after.items():
+        axis = {"states": 1, "dadded": 1, "ddecays": 2}.get(name, 0)
+        own = range(first, end) if axis else [i_seq]
+        others = [i for i in range(result.shape[axis]) if i not in own]
+        kept, changed = (
+            t.index_select(axis, torch.tensor(others, device=DEVICE))
+            for t in (before[name], result)
+        )
+        assert torch.equal(changed, kept), name
+        assert result.isnan().any(), name
+
+
+# -- between stand-ins of mamba_ssm's kernels -----------------------------------------------------
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    monkeypatch.setattr(mamba_ssm, "why_not_mamba_ssm", lambda x: None)
+    monkeypatch.setattr(mamba_ssm, "_kernels", lambda: ssd_stand_ins)
+
+
+def run(inputs, **options):
+    inputs = {name: t.to(DEVICE) for name, t in inputs.items()}
+    return outputs_and_grads(ssd, inputs, dt_softplus=True, **options)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("without", [(), ("z",), ("D", "initial_states"), ("z", "D")], ids=str)
+@pytest.mark.parametrize("chunk_size", [2, 16])
+def test_the_kernels_in_their_order_are_the_op(chunk_size, without):
+    inputs = make_inputs([7, 1, 1, 20, 3], dtype=torch.float32)
+    for name in without:
+        del inputs[name]
+    exact = run(in_float64(inputs), impl="reference")
+    actual = run(inputs, impl="mamba_ssm", chunk_size=chunk_size)
+    assert actual.keys() == exact.keys()
+    errors = {name: relative_rms(actual[name], exact[name]) for name in exact}
+    assert max(errors.values()) < 3e-6, errors
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_skip_weights_of_every_channel():
+    inputs = make_inputs([7, 1, 20], dtype=torch.float32)
+    inputs["D"] = eighths((4, 3)).float()
+    exact = run(in_float64(inputs), impl="reference")
+    actual = run(inputs, impl="mamba_ssm", chunk_size=4)
+    assert max(relative_rms(actual[name], exact[name]) for name in exact) < 3e-6
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("i_seq", range(4))
+def test_a_document_leaves_the_bits_of_the_others_alone(i_seq):
+    inputs = make_inputs([7, 1, 20, 3], dtype=torch.float32)
+    before = run(inputs, impl="mamba_ssm", chunk_size=4)
+    replaced, others = with_document_replaced(inputs, i_seq, torch.nan)
+    after = run(replaced, impl="mamba_ssm", chunk_size=4)
+    for name in ("y", "dx", "ddt", "dB", "dC", "dz"):
+        assert torch.equal(after[name][:, others], before[name][:, others]), name
+        assert after[name].isnan().any(), name
+    states = torch.arange(4) != i_seq
+    for name in ("final_states", "dinitial_states"):
+        assert torch.equal(after[name][states], before[name][states]), name
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("output", ["y", "final_states"])
+def test_either_output_alone_has_gradients(output):
+    inputs = {n: t.to(DEVICE) for n, t in make_inputs([7, 4], dtype=torch.float32).items()}
+    inputs["x"].requires_grad_()
+    options = dict(dt_softplus=True, return_final_states=True)
+    grads = []
+    for impl in ("mamba_ssm", "reference"):
+        result = getattr(ssd(**inputs, **options, impl=impl), output)
+        grads.append(torch.autograd.grad(result.sum(), inputs["x"])[0])
+    assert relative_rms(*grads) < 3e-6
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_more_chunks_than_the_kernels_can_count_are_refused(monkeypatch):
+    inputs = {n: t.to(DEVICE) for n, t in make_inputs([1] * 9, dtype=torch.float32).items()}
+    # 4 heads of 3 channels, 32 tokens a chunk
+    monkeypatch.setattr(mamba_ssm, "_MAX_NUMBERS", 8 * 4 * 3 * 32 + 1)
+    message = "at most 8 chunks of 32 tokens together for mamba_ssm, got 9; put fewer documents"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        ssd(**inputs, impl="mamba_ssm")
+    monkeypatch.undo()
+    monkeypatch.setattr(mamba_ssm, "why_not_mamba_ssm", lambda x: None)
+    monkeypatch.setattr(mamba_ssm, "_MAX_PROGRAMS", 17)
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        ssd(**inputs, impl="mamba_ssm")
