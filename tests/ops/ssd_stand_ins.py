@@ -1,7 +1,7 @@
 """What mamba_ssm's kernels compute, in plain PyTorch, under their names and with their arguments.
 
-Gradients are autograd's. In the equations c counts chunks, l and s their tokens, h heads, p channels
-and n states. Nothing here knows of documents.
+Gradients are autograd's. In the equations c counts chunks, l and s their tokens, g groups, h heads,
+p channels, n states. Nothing here knows of documents.
 """
 
 import torch

@@ -17,7 +17,7 @@ from xtuner_mamba.ops.ssd.triton_states import pass_states_bwd, pass_states_fwd
 
 
 class SsdFunction(torch.autograd.Function):
-    """Keeps the states before the chunks in float32; a recomputed mixer keeps those of one layer."""
+    """Keeps the states before chunks in float32; of a recomputed mixer those of one layer only."""
 
     @staticmethod
     def forward(

@@ -22,9 +22,11 @@ def copy_rows(source: Tensor, places: Tensor) -> Tensor:
     """
     rows = with_unit_stride(source.flatten(1))
     dim = rows.shape[1]
-    target = torch.empty((len(places), *source.shape[1:]), dtype=source.dtype, device=source.device)
+    block = min(next_power_of_2(dim), _MAX_BLOCK)
+    shape = len(places), *source.shape[1:]
+    target = torch.empty(shape, dtype=source.dtype, device=source.device)
     _copy_rows_kernel[(len(places),)](
-        rows, target, places, rows.stride(0), dim, BLOCK=min(next_power_of_2(dim), _MAX_BLOCK)
+        rows, target, places, rows.stride(0), dim, BLOCK=block, num_warps=4 if block > 512 else 1
     )
     return target
 
