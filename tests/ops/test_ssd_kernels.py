@@ -8,7 +8,7 @@ import torch
 from ssd_inputs import LENGTHS, make_inputs
 
 from xtuner_mamba.layout import PackedLayout
-from xtuner_mamba.ops import ssd
+from xtuner_mamba.ops import backward_follows, ssd
 from xtuner_mamba.ops.ssd import mamba_ssm
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid
 from xtuner_mamba.ops.ssd.triton_rows import copy_rows
@@ -202,6 +202,30 @@ def test_a_document_leaves_the_bits_of_the_others_alone(i_seq):
     states = torch.arange(4) != i_seq
     for name in ("final_states", "dinitial_states"):
         assert torch.equal(after[name][states], before[name][states]), name
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_states_are_kept_for_a_backward_that_follows_at_once():
+    inputs = make_inputs([7, 1, 20, 3], dtype=torch.float32)
+
+    def run_and_count():
+        sizes = []
+
+        def note(t):
+            sizes.append(t.numel())
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            return run(inputs, impl="mamba_ssm", chunk_size=4), sizes
+
+    made_again, without = run_and_count()
+    with backward_follows():
+        kept, sizes = run_and_count()
+    for name in kept:
+        assert torch.equal(kept[name], made_again[name]), name
+    # 9 chunks, 4 heads of 3 channels of 5 states
+    assert len(sizes) == len(without)
+    assert sum(sizes) == sum(without) + 9 * 4 * 3 * 5
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -5,51 +5,58 @@ kernels hand from chunk to chunk. All chunks of all documents stand in one row; 
 read none but their own chunk and its states.
 """
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from xtuner_mamba.ops.selective_scan.recomputation import is_backward_next
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid
 from xtuner_mamba.ops.ssd.triton_rows import copy_rows
 from xtuner_mamba.ops.ssd.triton_states import pass_states_bwd, pass_states_fwd
 
 
 class SsdFunction(torch.autograd.Function):
-    """Keeps the states before chunks in float32; of a recomputed mixer those of one layer only."""
+    """Keeps the states before chunks, the largest of its tensors, only if the backward comes next.
+
+    What a checkpoint counts is the same number of tensors either way.
+    """
 
     @staticmethod
     def forward(
         ctx, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
         z: Tensor | None, initial_states: Tensor | None, grid: ChunkGrid,
-        kernels: SimpleNamespace | ModuleType, return_final_states: bool,
+        kernels: SimpleNamespace, return_final_states: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         x, dt, B, C = (_row_of(grid, t) for t in (x, dt, B, C))
         z = None if z is None else _row_of(grid, z)
         D = None if D is None else D.contiguous()
         dA_cumsum, steps = kernels._chunk_cumsum_fwd(dt, A, grid.chunk_size)
-        states = kernels._chunk_state_fwd(B, x, steps, dA_cumsum, states_in_fp32=True)
-        final_states = pass_states_fwd(
-            states, dA_cumsum, grid.cu_chunks, initial_states,
-            return_final_states=return_final_states,
-        )  # fmt: skip
+        states, final_states = _states_before_chunks(
+            B, x, steps, dA_cumsum, initial_states, grid, kernels, return_final_states
+        )
         CB = kernels._bmm_chunk_fwd(C, B, grid.chunk_size, output_dtype=torch.float32)
         y, ungated = kernels._chunk_scan_fwd(CB, x, steps, dA_cumsum, C, states, D=D, z=z)
         ctx.grid, ctx.kernels = grid, kernels
+        kept_states = states if is_backward_next() else states.new_empty(0)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, states, CB, ungated
+            x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, kept_states
         )
         return _tokens_of(grid, y), final_states
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor | None, dfinal_states: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, states, CB, ungated = (
+        x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, states = (
             ctx.saved_tensors
         )
         grid, kernels, ngroups = ctx.grid, ctx.kernels, B.shape[2]
+        if not len(states):
+            states, _ = _states_before_chunks(
+                B, x, steps, dA_cumsum, initial_states, grid, kernels, return_final_states=False
+            )
         dy = torch.zeros_like(x) if dy is None else _row_of(grid, dy)
         dz = None
         if z is not None:
@@ -82,6 +89,17 @@ class SsdFunction(torch.autograd.Function):
         dx, ddt, dB, dC = (_tokens_of(grid, t) for t in (dx, ddt, dB, dC))
         dz = None if dz is None else _tokens_of(grid, dz)
         return dx, ddt, dA, dB, dC, dD, dz, dinitial_states, None, None, None
+
+
+def _states_before_chunks(
+    B: Tensor, x: Tensor, steps: Tensor, dA_cumsum: Tensor, initial_states: Tensor | None,
+    grid: ChunkGrid, kernels: SimpleNamespace, return_final_states: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    states = kernels._chunk_state_fwd(B, x, steps, dA_cumsum, states_in_fp32=True)
+    final_states = pass_states_fwd(
+        states, dA_cumsum, grid.cu_chunks, initial_states, return_final_states=return_final_states
+    )
+    return states, final_states
 
 
 def _row_of(grid: ChunkGrid, tokens: Tensor) -> Tensor:
