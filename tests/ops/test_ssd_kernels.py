@@ -61,9 +61,9 @@ def make_states(grid, num_seqs, *, nheads=2, headdim=3, dstate=500, seed=0):
 def pass_states(grid, added, dA_cumsum, initial_states, dstates, dfinal_states):
     """Results of both kernels, by name."""
     states = added.clone()
-    final_states = pass_states_fwd(
-        states, dA_cumsum, grid.cu_chunks, initial_states, return_final_states=True
-    )
+    args = states, dA_cumsum, grid.cu_chunks, initial_states, torch.float32
+    rounded, final_states = pass_states_fwd(*args, in_place=True, return_final_states=True)
+    assert torch.equal(rounded.nan_to_num(), states.nan_to_num())
     dadded, ddecays, dinitial_states = pass_states_bwd(
         dstates, states, dA_cumsum, grid.cu_chunks, initial_states, dfinal_states, torch.float32
     )
@@ -111,12 +111,25 @@ def test_no_states_given_are_zeros():
     assert actual.keys() < zeros.keys()
     for name, result in actual.items():
         assert torch.equal(result, zeros[name]), name
+
+
+def test_states_are_rounded_once_and_in_place_only_if_asked():
+    grid = make_grid([9, 1, 6])
+    added, dA_cumsum, initial_states = make_states(grid, 3)
+    args = dA_cumsum, grid.cu_chunks, initial_states.half(), torch.float16
     states = added.clone()
-    assert not pass_states_fwd(states, dA_cumsum, grid.cu_chunks, None, return_final_states=False)
-    assert torch.equal(states, actual["states"])
+    rounded, final_states = pass_states_fwd(
+        states, *args, in_place=False, return_final_states=False
+    )
+    assert final_states is None
+    assert torch.equal(states, added)
+    in_place, _ = pass_states_fwd(states, *args, in_place=True, return_final_states=True)
+    assert torch.equal(in_place, rounded)
+    assert torch.equal(states.half(), rounded)
+    assert not torch.equal(states, rounded)
 
 
-def test_gradients_of_states_are_rounded_once_and_given_in_the_dtype_of_each():
+def test_gradients_of_states_are_given_in_the_dtype_of_each():
     grid = make_grid([9, 1, 6])
     added, dA_cumsum, initial_states = make_states(grid, 3)
     args = added, added, dA_cumsum, grid.cu_chunks
@@ -223,9 +236,9 @@ def test_states_are_kept_for_a_backward_that_follows_at_once():
         kept, sizes = run_and_count()
     for name in kept:
         assert torch.equal(kept[name], made_again[name]), name
-    # 9 chunks, 4 heads of 3 channels of 5 states
     assert len(sizes) == len(without)
-    assert sum(sizes) == sum(without) + 9 * 4 * 3 * 5
+    # twice, 9 chunks, 4 heads of 3 channels of 5 states
+    assert sum(sizes) == sum(without) + 2 * 9 * 4 * 3 * 5
 
 
 @pytest.mark.usefixtures("stand_ins")

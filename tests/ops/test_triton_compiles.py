@@ -57,7 +57,7 @@ def kernels():
             {"vocab": 50280, "IGNORE": -100, "NEEDS_GRAD": True, "BLOCK_V": 4096},
         ),
         "chunk rows": (triton_rows._copy_rows_kernel, {"BLOCK": 4096}),
-        "states forward": (triton_states._pass_fwd_kernel, STATES),
+        "states forward": (triton_states._pass_fwd_kernel, STATES | {"IN_PLACE": True}),
         "states backward": (triton_states._pass_bwd_kernel, STATES),
         "conv forward, one tap": (conv_fwd._conv_fwd_kernel, {"WIDTH": 1}),
         "conv backward, one tap": (conv_bwd._conv_bwd_kernel, {"WIDTH": 1}),

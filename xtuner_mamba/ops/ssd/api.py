@@ -105,7 +105,8 @@ def ssd(
     Raises:
         ValueError: A shape, dtype, device, limit or boundary disagrees with the above, or
             ``impl`` is unknown.
-        RuntimeError: ``impl="mamba_ssm"`` cannot do it.
+        RuntimeError: ``impl="mamba_ssm"`` cannot do it, or was chosen and would have to count more
+            chunks than its kernels can.
     """
     cu_seqlens = _check_inputs(x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states)
     low, high = dt_limit

@@ -33,29 +33,30 @@ class SsdFunction(torch.autograd.Function):
         z = None if z is None else _row_of(grid, z)
         D = None if D is None else D.contiguous()
         dA_cumsum, steps = kernels._chunk_cumsum_fwd(dt, A, grid.chunk_size)
-        states, final_states = _states_before_chunks(
-            B, x, steps, dA_cumsum, initial_states, grid, kernels, return_final_states
+        keep = is_backward_next()
+        states, rounded, final_states = _states_before_chunks(
+            B, x, steps, dA_cumsum, initial_states, grid, kernels, keep, return_final_states
         )
         CB = kernels._bmm_chunk_fwd(C, B, grid.chunk_size, output_dtype=torch.float32)
-        y, ungated = kernels._chunk_scan_fwd(CB, x, steps, dA_cumsum, C, states, D=D, z=z)
+        y, ungated = kernels._chunk_scan_fwd(CB, x, steps, dA_cumsum, C, rounded, D=D, z=z)
         ctx.grid, ctx.kernels = grid, kernels
-        kept_states = states if is_backward_next() else states.new_empty(0)
+        kept = (states, rounded) if keep else (states.new_empty(0), rounded.new_empty(0))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, kept_states
+            x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, *kept
         )
         return _tokens_of(grid, y), final_states
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor | None, dfinal_states: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, states = (
+        x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, states, rounded = (
             ctx.saved_tensors
         )
         grid, kernels, ngroups = ctx.grid, ctx.kernels, B.shape[2]
         if not len(states):
-            states, _ = _states_before_chunks(
-                B, x, steps, dA_cumsum, initial_states, grid, kernels, return_final_states=False
+            states, rounded, _ = _states_before_chunks(
+                B, x, steps, dA_cumsum, initial_states, grid, kernels, True, False
             )
         dy = torch.zeros_like(x) if dy is None else _row_of(grid, dy)
         dz = None
@@ -76,7 +77,7 @@ class SsdFunction(torch.autograd.Function):
             x, steps, dA_cumsum, dadded, B=B, ngroups=ngroups
         )
         dC_states, ddA_cumsum = kernels._chunk_scan_bwd_dC(
-            states, dA_cumsum, dy, C=C, ngroups=ngroups
+            rounded, dA_cumsum, dy, C=C, ngroups=ngroups
         )
         dCB = kernels._chunk_scan_bwd_dcb(x, steps, dA_cumsum, dy, ngroups=ngroups)
         dB = kernels._bmm_chunk_bwd(C, dCB, residual=dB_added)
@@ -93,13 +94,15 @@ class SsdFunction(torch.autograd.Function):
 
 def _states_before_chunks(
     B: Tensor, x: Tensor, steps: Tensor, dA_cumsum: Tensor, initial_states: Tensor | None,
-    grid: ChunkGrid, kernels: SimpleNamespace, return_final_states: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    grid: ChunkGrid, kernels: SimpleNamespace, keep: bool, return_final_states: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """As they are, if kept, and rounded to be multiplied; and the states after documents."""
     states = kernels._chunk_state_fwd(B, x, steps, dA_cumsum, states_in_fp32=True)
-    final_states = pass_states_fwd(
-        states, dA_cumsum, grid.cu_chunks, initial_states, return_final_states=return_final_states
-    )
-    return states, final_states
+    rounded, final_states = pass_states_fwd(
+        states, dA_cumsum, grid.cu_chunks, initial_states, x.dtype,
+        in_place=keep, return_final_states=return_final_states,
+    )  # fmt: skip
+    return states, rounded, final_states
 
 
 def _row_of(grid: ChunkGrid, tokens: Tensor) -> Tensor:

@@ -23,10 +23,12 @@ def pass_states_fwd(
     dA_cumsum: Tensor,
     cu_chunks: Tensor,
     initial_states: Tensor | None,
+    dtype: torch.dtype,
     *,
+    in_place: bool,
     return_final_states: bool,
-) -> Tensor | None:
-    """Replace, in place, what each chunk adds to a state by the state before the chunk.
+) -> tuple[Tensor, Tensor | None]:
+    """Add up what the chunks add to the state of each document.
 
     Args:
         states: What each chunk adds, float32, ``(1, chunks, nheads, headdim, dstate)``.
@@ -35,11 +37,15 @@ def pass_states_fwd(
         cu_chunks: First chunk of each document, and the end, int32, ``(num_seqs + 1,)``.
         initial_states: State before each document, ``(num_seqs, nheads, headdim, dstate)``;
             ``None`` is zero.
+        dtype: Of the first result.
+        in_place: Also overwrite ``states`` with the states before the chunks, not rounded.
         return_final_states: Whether they are wanted.
 
     Returns:
-        State after each document, float32, shaped as ``initial_states``.
+        State before each chunk, shaped as ``states``; and after each document, float32, shaped as
+        ``initial_states``.
     """
+    rounded = torch.empty_like(states, dtype=dtype)
     final_states = None
     if return_final_states:
         final_states = states.new_empty(len(cu_chunks) - 1, *states.shape[2:])
@@ -47,10 +53,10 @@ def pass_states_fwd(
         initial_states = initial_states.contiguous()
     size = states[0, 0, 0].numel()
     _pass_fwd_kernel[_grid(states, cu_chunks)](
-        states, dA_cumsum, cu_chunks, initial_states, final_states, *dA_cumsum.shape[2:], size,
-        BLOCK=_BLOCK,
+        states, dA_cumsum, cu_chunks, initial_states, rounded, final_states, *dA_cumsum.shape[2:],
+        size, IN_PLACE=in_place, BLOCK=_BLOCK,
     )  # fmt: skip
-    return final_states
+    return rounded, final_states
 
 
 def pass_states_bwd(
@@ -66,7 +72,7 @@ def pass_states_bwd(
 
     Args:
         dstates: Gradient of the states before the chunks, float32, shaped as ``states``.
-        states: These states, as :func:`pass_states_fwd` left them.
+        states: These states, which :func:`pass_states_fwd` wrote in place.
         dA_cumsum: See there, as ``cu_chunks`` and ``initial_states``.
         cu_chunks: See there.
         initial_states: See there; says whether their gradient is wanted, and in which dtype.
@@ -102,8 +108,8 @@ def _grid(states: Tensor, cu_chunks: Tensor) -> tuple[int, int, int]:
 # changes from step to step: a kernel for each of its divisors would be compiled in turn
 @triton.jit(do_not_specialize=["num_chunks"])
 def _pass_fwd_kernel(
-    states, dA_cumsum, cu_chunks, initial_states, final_states, num_chunks, chunk_size, size,
-    BLOCK: tl.constexpr,
+    states, dA_cumsum, cu_chunks, initial_states, rounded, final_states,
+    num_chunks, chunk_size, size, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i_seq = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1).to(tl.int64)
@@ -118,10 +124,12 @@ def _pass_fwd_kernel(
     first = tl.load(cu_chunks + i_seq).to(tl.int64)
     end = tl.load(cu_chunks + i_seq + 1).to(tl.int64)
     for i_chunk in range(first, end):
-        p_state = states + (i_chunk * nheads + i_head) * size + o_s
+        o_state = (i_chunk * nheads + i_head) * size + o_s
         p_last = dA_cumsum + (i_head * num_chunks + i_chunk + 1) * chunk_size - 1
-        b_added = tl.load(p_state, mask=m_s, other=0.0)
-        tl.store(p_state, b_h, mask=m_s)
+        b_added = tl.load(states + o_state, mask=m_s, other=0.0)
+        tl.store(rounded + o_state, b_h, mask=m_s)
+        if IN_PLACE:
+            tl.store(states + o_state, b_h, mask=m_s)
         b_h = tl.exp(tl.load(p_last)) * b_h + b_added
     if final_states is not None:
         tl.store(final_states + o_seq, b_h, mask=m_s)
