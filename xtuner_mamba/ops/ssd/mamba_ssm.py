@@ -22,7 +22,7 @@ _OLDEST = "2.3.0"
 _MAX_NUMBERS = 2**31
 # of programs in the last two directions of a launch
 _MAX_PROGRAMS = 65535
-# the rest of what is relied upon: names that mamba_ssm does not promise
+# all that is relied upon beside its determinism module; mamba_ssm promises none of the names
 _KERNELS = {
     "ssd_bmm": ("_bmm_chunk_fwd", "_bmm_chunk_bwd"),
     "ssd_chunk_state": (
