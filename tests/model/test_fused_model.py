@@ -2,7 +2,6 @@
 
 import functools
 import re
-from collections import Counter
 
 import pytest
 import torch
@@ -162,100 +161,6 @@ def test_norms_and_blocks_run_fused_only_if_asked(monkeypatch, options):
     assert len(calls) == (LAYERS + 1 if options["fuse_norm"] else 0)
 
 
-# -- blocks that add and norm at once -------------------------------------------------------------
-
-
-@pytest.fixture
-def normed_ahead(monkeypatch):
-    """Count the norms that a block has made for the next one, and those that were made alone."""
-    counts = Counter()
-    norm = mamba_lm.rms_norm
-
-    def count(*args, update=None, **options):
-        counts["alone" if update is None else "ahead"] += 1
-        return norm(*args, update=update, **options)
-
-    monkeypatch.setattr(mamba_lm, "rms_norm", count)
-    return counts
-
-
-def test_a_block_norms_its_sum_for_the_next_one(normed_ahead):
-    model, batch = make_model(), make_batch()
-    dispatch_packed(model, **FUSED)
-    step(model, batch, fuse=False)
-    assert normed_ahead == {"alone": 1, "ahead": LAYERS}
-    with torch.no_grad(), batch[2].published():
-        model(batch[0])
-    assert normed_ahead == {"alone": LAYERS + 2, "ahead": LAYERS}
-
-
-def hook_block(model):
-    model.backbone.layers[1].register_forward_pre_hook(lambda *_: None)
-
-
-def hook_norm(model):
-    model.backbone.layers[1].norm.register_forward_hook(lambda *_: None)
-
-
-def wrap_block(model):
-    class Wrapped(torch.nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, *args, **options):
-            return self.inner(*args, **options)
-
-    model.backbone.layers[1] = Wrapped(model.backbone.layers[1])
-
-
-def change_output(model):
-    model.backbone.layers[0].register_forward_hook(lambda *a: a[-1] * 2)
-
-
-@pytest.mark.parametrize("change", [hook_block, hook_norm, wrap_block, change_output])
-def test_a_norm_that_stands_apart_is_made_where_it_stands(normed_ahead, change):
-    plain, fused = make_model(), make_model()
-    dispatch_packed(plain, **PLAIN)
-    dispatch_packed(fused, **FUSED)
-    for model in (plain, fused):
-        change(model)
-    batch = make_batch()
-    actual, expected = (
-        {name.replace("inner.", ""): t for name, t in step(model, batch, fuse=False).items()}
-        for model in (fused, plain)
-    )
-    assert_close(actual, expected, 1e-5)
-    assert normed_ahead["alone"] == 2
-
-
-def test_an_output_that_is_changed_in_place_is_normed_again(normed_ahead):
-    plain, fused = make_model(), make_model()
-    dispatch_packed(plain, **PLAIN)
-    dispatch_packed(fused, **FUSED)
-    tokens, _, layout = make_batch()
-
-    def double(block, inputs, output):
-        output.detach().mul_(2)
-
-    for model in (plain, fused):
-        model.backbone.layers[0].register_forward_hook(double)
-    with layout.published():
-        actual, expected = fused(tokens).logits, plain(tokens).logits
-    assert relative_rms(actual, expected) < 1e-5
-    assert normed_ahead["alone"] == 2
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_blocks_norm_for_themselves(normed_ahead, use_reentrant):
-    model = make_model()
-    dispatch_packed(model, **FUSED)
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    step(model, make_batch(), fuse=False)
-    assert normed_ahead["ahead"] == 0
-
-
 def test_by_default_only_a_gpu_gets_the_fused_ops(monkeypatch):
     calls = []
     for module, name in ((mamba_lm, "rms_norm"), (mamba_lm, "linear_cross_entropy")):
@@ -403,6 +308,52 @@ def test_a_retained_graph_is_recomputed_for_each_backward():
     first = torch.autograd.grad(logits.sum(), parameters, retain_graph=True)
     second = torch.autograd.grad(logits.sum(), parameters)
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_hooks_on_x_proj_during_one_run_alone_change_no_gradient(when):
+    """As of somebody who looks at what passes there, and has done so when the backward comes."""
+    gradients = []
+    for recompute in (False, True):
+        model, (tokens, _, layout) = make_model(), make_batch()
+        dispatch_packed(model, recompute=recompute)
+        layer = model.backbone.layers[1].mixer.x_proj
+        handle = layer.register_forward_hook(lambda *_: None) if when == "forward" else None
+        with layout.published():
+            logits = model(tokens).logits
+        if handle is None:
+            layer.register_forward_hook(lambda *_: None)
+        else:
+            handle.remove()
+        gradients.append(torch.autograd.grad(logits.square().sum(), list(model.parameters())))
+    assert all(map(torch.equal, *gradients))
+
+
+def double_gradient(block, inputs, output):
+    output.register_hook(lambda gradient: 2 * gradient)
+
+
+def test_the_gradient_of_what_a_block_returns_is_all_of_it(kernels):
+    """Also of what the next norm reads."""
+    results = []
+    for options in (PLAIN, FUSED):
+        model, batch = make_model(), make_batch()
+        dispatch_packed(model, **options)
+        model.backbone.layers[1].register_forward_hook(double_gradient)
+        results.append(step(model, batch, fuse=False))
+    assert_close(*results, 1e-5)
+
+
+def test_a_float32_input_under_autocast_is_recomputed(monkeypatch):
+    losses = []
+    for recompute in (False, True):
+        model, batch = make_model(), make_batch()
+        dispatch_packed(model, fuse_norm=False, recompute=recompute)
+        for layer in model.backbone.layers:
+            layer.mixer.in_proj.register_forward_hook(lambda *args: args[-1].float())
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            losses.append(step(model, batch, fuse=False))
+    assert_close(*losses, 1e-6)
 
 
 def hook_output(layer):
