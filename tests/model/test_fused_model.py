@@ -42,6 +42,7 @@ def kernels(monkeypatch):
     for name in ("rms_norm", "linear_cross_entropy"):
         op = functools.partial(getattr(mamba_lm, name), impl="triton")
         monkeypatch.setattr(mamba_lm, name, op)
+    monkeypatch.setattr(mamba_lm, "_runs_kernels", lambda x: True)
 
 
 def make_model(dtype=torch.float32, seed=0, **overrides) -> MambaForCausalLM:
@@ -159,6 +160,120 @@ def test_norms_and_blocks_run_fused_only_if_asked(monkeypatch, options):
     dispatch_packed(model, **options)
     step(model, make_batch(), fuse=False)
     assert len(calls) == (LAYERS + 1 if options["fuse_norm"] else 0)
+
+
+# -- blocks that add and norm at once -------------------------------------------------------------
+
+
+@pytest.fixture
+def ahead(kernels, monkeypatch):
+    """Count the sums that a block has normed for the next one."""
+    sums = []
+    add = mamba_lm.add_before_norm
+    monkeypatch.setattr(mamba_lm, "add_before_norm", lambda *a, **k: sums.append(1) or add(*a, **k))
+    return sums
+
+
+def test_a_block_norms_its_sum_for_the_next_one(ahead):
+    model, batch = make_model(), make_batch()
+    dispatch_packed(model, **FUSED)
+    step(model, batch, fuse=False)
+    assert len(ahead) == LAYERS
+    with torch.no_grad(), batch[2].published():
+        model(batch[0])
+    assert len(ahead) == LAYERS
+
+
+def hook_block(model):
+    model.backbone.layers[1].register_forward_pre_hook(lambda *_: None)
+
+
+def hook_norm(model):
+    model.backbone.layers[1].norm.register_forward_hook(lambda *_: None)
+
+
+def wrap_block(model):
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args, **options):
+            return self.inner(*args, **options)
+
+    model.backbone.layers[1] = Wrapped(model.backbone.layers[1])
+
+
+def drop_block(model):
+    del model.backbone.layers[0]
+
+
+def change_output(model):
+    model.backbone.layers[0].register_forward_hook(lambda *a: a[-1] * 2)
+
+
+def change_output_in_place(model):
+    def double(block, inputs, output):
+        output.mul_(2)
+
+    model.backbone.layers[0].register_forward_hook(double)
+
+
+def change_gradient(model):
+    def scale(block, inputs, output):
+        output.register_hook(lambda gradient: 2 * gradient)
+
+    model.backbone.layers[0].register_forward_hook(scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "sums"),
+    [
+        (hook_block, LAYERS - 1),
+        (hook_norm, LAYERS - 1),
+        # neither the one before knows it, nor does it know its place
+        (wrap_block, LAYERS - 2),
+        # none is where it was, but the last two of them
+        (drop_block, 0),
+        (change_output, LAYERS),
+        (change_output_in_place, LAYERS),
+        (change_gradient, LAYERS),
+    ],
+)
+def test_a_norm_ahead_changes_nothing(ahead, change, sums):
+    actual, expected = (changed_step(change, options) for options in (FUSED, PLAIN))
+    assert_close(actual, expected, 1e-5)
+    assert len(ahead) == sums
+
+
+def changed_step(change, options):
+    model = make_model()
+    dispatch_packed(model, **options)
+    change(model)
+    return step(model, make_batch(), fuse=False)
+
+
+def test_hidden_states_have_their_gradients(kernels):
+    results = []
+    for options in (FUSED, PLAIN):
+        model, (tokens, _, layout) = make_model(), make_batch()
+        dispatch_packed(model, **options)
+        with layout.published():
+            output = model(tokens, output_hidden_states=True)
+        results.append(torch.autograd.grad(output.logits.square().sum(), output.hidden_states))
+    assert len(results[0]) == LAYERS + 1
+    for actual, expected in zip(*results):
+        assert relative_rms(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_blocks_norm_for_themselves(ahead, use_reentrant):
+    model = make_model()
+    dispatch_packed(model, **FUSED)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    step(model, make_batch(), fuse=False)
+    assert not ahead
 
 
 def test_by_default_only_a_gpu_gets_the_fused_ops(monkeypatch):
@@ -327,21 +442,6 @@ def test_hooks_on_x_proj_during_one_run_alone_change_no_gradient(when):
             handle.remove()
         gradients.append(torch.autograd.grad(logits.square().sum(), list(model.parameters())))
     assert all(map(torch.equal, *gradients))
-
-
-def double_gradient(block, inputs, output):
-    output.register_hook(lambda gradient: 2 * gradient)
-
-
-def test_the_gradient_of_what_a_block_returns_is_all_of_it(kernels):
-    """Also of what the next norm reads."""
-    results = []
-    for options in (PLAIN, FUSED):
-        model, batch = make_model(), make_batch()
-        dispatch_packed(model, **options)
-        model.backbone.layers[1].register_forward_hook(double_gradient)
-        results.append(step(model, batch, fuse=False))
-    assert_close(*results, 1e-5)
 
 
 def test_a_float32_input_under_autocast_is_recomputed(monkeypatch):

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput, ModelOutput
 
 from xtuner_mamba.layout import IGNORE_INDEX, current_layout
-from xtuner_mamba.ops import NormWithResidual, linear_cross_entropy, rms_norm
+from xtuner_mamba.model.dispatch.mamba import has_hooks
+from xtuner_mamba.ops import (
+    NormWithResidual,
+    add_before_norm,
+    linear_cross_entropy,
+    rms_norm,
+)
 
 
 def mamba_block_forward(
@@ -24,10 +30,13 @@ def mamba_block_forward(
     attention_mask: Tensor | None = None,
     *,
     fuse_norm: bool | None = False,
+    place: tuple[nn.Module, int] | None = None,
 ) -> Tensor:
     """Add the mixed tokens to the residual stream, ``(batch, seqlen, hidden)`` in and out.
 
-    ``fuse_norm`` is bound by ``dispatch_packed``.
+    The sum is what the next norm reads, so on a GPU it is normed at once where nothing stands
+    between. ``fuse_norm`` and ``place``, the model and the block's index there, are bound by
+    ``dispatch_packed``.
     """
     if not _fuses(fuse_norm, hidden_states):
         return type(self).forward(self, hidden_states, cache_params, cache_position, attention_mask)
@@ -42,11 +51,52 @@ def mamba_block_forward(
         cache_position=cache_position,
         attention_mask=attention_mask,
     )
-    if not residual.is_cuda or residual.dtype == mixed.dtype:
+    if not _runs_kernels(residual) or (
+        torch.promote_types(residual.dtype, mixed.dtype) != residual.dtype
+    ):
+        return residual + mixed
+    following = None if place is None else _following_norm(self, *place)
+    if following is not None:
+        norm, dtype = following
+        return add_before_norm(residual, mixed, norm.weight, eps=norm.variance_epsilon, dtype=dtype)
+    if residual.dtype == mixed.dtype:
         return residual + mixed
     from xtuner_mamba.ops.residual import add_to_residual
 
     return add_to_residual(residual, mixed)
+
+
+def _runs_kernels(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _following_norm(
+    block: nn.Module, model: nn.Module, index: int
+) -> tuple[nn.Module, torch.dtype | None] | None:
+    """Return the norm that reads a block's output, and what it rounds to; none if unsure.
+
+    Args:
+        block: The block.
+        model: Its model when it was dispatched.
+        index: Its place there then.
+    """
+    # nothing is gained without a backward, and a checkpointed block keeps its input alone
+    if not torch.is_grad_enabled() or (
+        getattr(model, "gradient_checkpointing", False) and model.training
+    ):
+        return None
+    layers = model.layers
+    if index >= len(layers) or layers[index] is not block:
+        return None
+    is_last = index + 1 == len(layers)
+    following = model.norm_f if is_last else layers[index + 1]
+    norm = following if is_last else getattr(following, "norm", None)
+    for module in (following, norm):
+        # somebody has wrapped it, or its weights are elsewhere until it is called (ZeRO-3, FSDP)
+        forward = getattr(getattr(module, "forward", None), "func", None)
+        if forward not in (mamba_block_forward, mamba_norm_forward) or has_hooks(module):
+            return None
+    return norm, None if is_last else norm.weight.dtype
 
 
 def mamba_norm_forward(

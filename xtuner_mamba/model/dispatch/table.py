@@ -94,7 +94,7 @@ _OPTIONS_OF = {
     "mamba_ssm_mixer_forward": ("family", "recompute", "checkpointed_by"),
     "mamba2_mixer_forward": ("family", "recompute", "checkpointed_by"),
     "mamba2_ssm_mixer_forward": ("family", "recompute", "checkpointed_by"),
-    "mamba_block_forward": ("fuse_norm",),
+    "mamba_block_forward": ("fuse_norm", "place"),
     "mamba_norm_forward": ("fuse_norm",),
 }
 """What ``dispatch_packed`` binds to a forward, by the name of it."""
@@ -217,9 +217,15 @@ def dispatch_packed(
             m for m in model.modules() if hasattr(m, "gradient_checkpointing")
         ),
     }
+    places = {
+        block: (decoder, index)
+        for decoder in model.modules()
+        if hasattr(decoder, "norm_f")
+        for index, block in enumerate(getattr(decoder, "layers", ()))
+    }
     replaced, counts = [], Counter()
     for module in model.modules():
-        forward = _forward_for(module, options)
+        forward = _forward_for(module, options | {"place": places.get(module)})
         if forward is None:
             continue
         slot = _slot(module)
