@@ -113,23 +113,9 @@ def make_sum(x_dtype, update_dtype, dtype):
     return [t.detach().requires_grad_() for t in (x, weight, update)]
 
 
-@pytest.mark.parametrize("dtypes", SUMS, ids=str)
-def test_a_sum_is_normed_with_it(dtypes, norms):
-    results = {}
-    for at_once in (True, False):
-        leaves = make_sum(*dtypes)
-        x, weight, update = leaves
-        total = x + update
-        if at_once:
-            total = add_before_norm(x, update, weight, eps=EPS, dtype=dtypes[2])
-            assert len(norms) == 1
-        normed = rms_norm(total, weight, eps=EPS, dtype=dtypes[2], impl="triton")
-        incoming = [eighths(t.shape, seed).to(t) for seed, t in enumerate(normed)]
-        grads = torch.autograd.grad(normed, leaves, incoming)
-        results[at_once] = total, *normed, *grads
-        assert len(norms) == 1
-        norms.clear()
-    assert all(map(torch.equal, *results.values()))
+def add(leaves, dtype, *, at_once):
+    x, weight, update = leaves
+    return add_before_norm(x, update, weight, eps=EPS, dtype=dtype) if at_once else x + update
 
 
 def scale(total):
@@ -144,26 +130,30 @@ def change(total):
     total.detach().mul_(2)
 
 
-@pytest.mark.parametrize("action", [scale, look, change, None])
+def leave(total):
+    pass
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["the norm alone", "a second reader"])
+@pytest.mark.parametrize("action", [leave, scale, look, change])
 @pytest.mark.parametrize("dtypes", SUMS, ids=str)
-def test_what_happens_to_a_sum_happens_as_without_the_norm(action, dtypes):
-    """Hooks, changes in place, and a second reader."""
+def test_a_sum_is_the_same_with_a_norm_ahead(dtypes, action, is_read, norms):
+    """What it is, its gradient and that of its summands, whatever is done with it."""
     results = {}
     for at_once in (True, False):
         leaves = make_sum(*dtypes)
-        x, weight, update = leaves
-        total = x + update
-        if at_once:
-            total = add_before_norm(x, update, weight, eps=EPS, dtype=dtypes[2])
-        if action is not None:
-            action(total)
-        y, residual = rms_norm(total, weight, eps=EPS, dtype=dtypes[2], impl="triton")
-        readers = [y, residual, total] if action is None else [y, residual]
+        total = add(leaves, dtypes[2], at_once=at_once)
+        assert len(norms) == at_once
+        action(total)
+        normed = rms_norm(total, leaves[1], eps=EPS, dtype=dtypes[2], impl="triton")
+        # in vain, if the sum has changed
+        assert len(norms) == 1 + (at_once and action is change)
+        norms.clear()
+        readers = [*normed, total] if is_read else normed
         incoming = [eighths(t.shape, seed).to(t) for seed, t in enumerate(readers)]
-        wanted = [*leaves, total] if action in (None, look) else leaves
-        results[at_once] = y, residual, *torch.autograd.grad(readers, wanted, incoming)
-    for actual, expected in zip(*results.values()):
-        assert torch.equal(actual, expected)
+        wanted = leaves if action is change else [*leaves, total]
+        results[at_once] = *normed, *torch.autograd.grad(readers, wanted, incoming)
+    assert all(map(torch.equal, *results.values()))
 
 
 def test_a_norm_ahead_of_other_arguments_is_made_again(norms):
