@@ -2,7 +2,6 @@
 
 import functools
 import re
-from collections import Counter
 
 import pytest
 import torch
@@ -43,6 +42,7 @@ def kernels(monkeypatch):
     for name in ("rms_norm", "linear_cross_entropy"):
         op = functools.partial(getattr(mamba_lm, name), impl="triton")
         monkeypatch.setattr(mamba_lm, name, op)
+    monkeypatch.setattr(mamba_lm, "_runs_kernels", lambda x: True)
 
 
 def make_model(dtype=torch.float32, seed=0, **overrides) -> MambaForCausalLM:
@@ -166,27 +166,22 @@ def test_norms_and_blocks_run_fused_only_if_asked(monkeypatch, options):
 
 
 @pytest.fixture
-def normed_ahead(monkeypatch):
-    """Count the norms that a block has made for the next one, and those that were made alone."""
-    counts = Counter()
-    norm = mamba_lm.rms_norm
-
-    def count(*args, update=None, **options):
-        counts["alone" if update is None else "ahead"] += 1
-        return norm(*args, update=update, **options)
-
-    monkeypatch.setattr(mamba_lm, "rms_norm", count)
-    return counts
+def ahead(kernels, monkeypatch):
+    """Count the sums that a block has normed for the next one."""
+    sums = []
+    add = mamba_lm.add_before_norm
+    monkeypatch.setattr(mamba_lm, "add_before_norm", lambda *a, **k: sums.append(1) or add(*a, **k))
+    return sums
 
 
-def test_a_block_norms_its_sum_for_the_next_one(normed_ahead):
+def test_a_block_norms_its_sum_for_the_next_one(ahead):
     model, batch = make_model(), make_batch()
     dispatch_packed(model, **FUSED)
     step(model, batch, fuse=False)
-    assert normed_ahead == {"alone": 1, "ahead": LAYERS}
+    assert len(ahead) == LAYERS
     with torch.no_grad(), batch[2].published():
         model(batch[0])
-    assert normed_ahead == {"alone": LAYERS + 2, "ahead": LAYERS}
+    assert len(ahead) == LAYERS
 
 
 def hook_block(model):
@@ -209,51 +204,76 @@ def wrap_block(model):
     model.backbone.layers[1] = Wrapped(model.backbone.layers[1])
 
 
+def drop_block(model):
+    del model.backbone.layers[0]
+
+
 def change_output(model):
     model.backbone.layers[0].register_forward_hook(lambda *a: a[-1] * 2)
 
 
-@pytest.mark.parametrize("change", [hook_block, hook_norm, wrap_block, change_output])
-def test_a_norm_that_stands_apart_is_made_where_it_stands(normed_ahead, change):
-    plain, fused = make_model(), make_model()
-    dispatch_packed(plain, **PLAIN)
-    dispatch_packed(fused, **FUSED)
-    for model in (plain, fused):
-        change(model)
-    batch = make_batch()
-    actual, expected = (
-        {name.replace("inner.", ""): t for name, t in step(model, batch, fuse=False).items()}
-        for model in (fused, plain)
-    )
-    assert_close(actual, expected, 1e-5)
-    assert normed_ahead["alone"] == 2
-
-
-def test_an_output_that_is_changed_in_place_is_normed_again(normed_ahead):
-    plain, fused = make_model(), make_model()
-    dispatch_packed(plain, **PLAIN)
-    dispatch_packed(fused, **FUSED)
-    tokens, _, layout = make_batch()
-
+def change_output_in_place(model):
     def double(block, inputs, output):
-        output.detach().mul_(2)
+        output.mul_(2)
 
-    for model in (plain, fused):
-        model.backbone.layers[0].register_forward_hook(double)
-    with layout.published():
-        actual, expected = fused(tokens).logits, plain(tokens).logits
-    assert relative_rms(actual, expected) < 1e-5
-    assert normed_ahead["alone"] == 2
+    model.backbone.layers[0].register_forward_hook(double)
+
+
+def change_gradient(model):
+    def scale(block, inputs, output):
+        output.register_hook(lambda gradient: 2 * gradient)
+
+    model.backbone.layers[0].register_forward_hook(scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "sums"),
+    [
+        (hook_block, LAYERS - 1),
+        (hook_norm, LAYERS - 1),
+        # neither the one before knows it, nor does it know its place
+        (wrap_block, LAYERS - 2),
+        # none is where it was, but the last two of them
+        (drop_block, 0),
+        (change_output, LAYERS),
+        (change_output_in_place, LAYERS),
+        (change_gradient, LAYERS),
+    ],
+)
+def test_a_norm_ahead_changes_nothing(ahead, change, sums):
+    actual, expected = (changed_step(change, options) for options in (FUSED, PLAIN))
+    assert_close(actual, expected, 1e-5)
+    assert len(ahead) == sums
+
+
+def changed_step(change, options):
+    model = make_model()
+    dispatch_packed(model, **options)
+    change(model)
+    return step(model, make_batch(), fuse=False)
+
+
+def test_hidden_states_have_their_gradients(kernels):
+    results = []
+    for options in (FUSED, PLAIN):
+        model, (tokens, _, layout) = make_model(), make_batch()
+        dispatch_packed(model, **options)
+        with layout.published():
+            output = model(tokens, output_hidden_states=True)
+        results.append(torch.autograd.grad(output.logits.square().sum(), output.hidden_states))
+    assert len(results[0]) == LAYERS + 1
+    for actual, expected in zip(*results):
+        assert relative_rms(actual, expected) < 1e-5
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_blocks_norm_for_themselves(normed_ahead, use_reentrant):
+def test_checkpointed_blocks_norm_for_themselves(ahead, use_reentrant):
     model = make_model()
     dispatch_packed(model, **FUSED)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     step(model, make_batch(), fuse=False)
-    assert normed_ahead["ahead"] == 0
+    assert not ahead
 
 
 def test_by_default_only_a_gpu_gets_the_fused_ops(monkeypatch):
@@ -403,6 +423,37 @@ def test_a_retained_graph_is_recomputed_for_each_backward():
     first = torch.autograd.grad(logits.sum(), parameters, retain_graph=True)
     second = torch.autograd.grad(logits.sum(), parameters)
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_hooks_on_x_proj_during_one_run_alone_change_no_gradient(when):
+    """As of somebody who looks at what passes there, and has done so when the backward comes."""
+    gradients = []
+    for recompute in (False, True):
+        model, (tokens, _, layout) = make_model(), make_batch()
+        dispatch_packed(model, recompute=recompute)
+        layer = model.backbone.layers[1].mixer.x_proj
+        handle = layer.register_forward_hook(lambda *_: None) if when == "forward" else None
+        with layout.published():
+            logits = model(tokens).logits
+        if handle is None:
+            layer.register_forward_hook(lambda *_: None)
+        else:
+            handle.remove()
+        gradients.append(torch.autograd.grad(logits.square().sum(), list(model.parameters())))
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_float32_input_under_autocast_is_recomputed(monkeypatch):
+    losses = []
+    for recompute in (False, True):
+        model, batch = make_model(), make_batch()
+        dispatch_packed(model, fuse_norm=False, recompute=recompute)
+        for layer in model.backbone.layers:
+            layer.mixer.in_proj.register_forward_hook(lambda *args: args[-1].float())
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            losses.append(step(model, batch, fuse=False))
+    assert_close(*losses, 1e-6)
 
 
 def hook_output(layer):

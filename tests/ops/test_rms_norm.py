@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers.models.mamba.modeling_mamba import MambaRMSNorm
 
-from xtuner_mamba.ops import rms_norm
+from xtuner_mamba.ops import add_before_norm, rms_norm
+from xtuner_mamba.ops.rms_norm import triton
 from xtuner_mamba.testing import assert_as_accurate_as_eager, eighths, relative_rms
 
 GPU = torch.cuda.is_available()
@@ -61,13 +62,8 @@ def test_equals_transformers_norm(impl):
 
 
 def test_reference_gradients_are_exact():
-    x, weight = (t.double().requires_grad_() for t in make_inputs((1, 3, 5)))
-
-    def norm(x, weight, update):
-        return rms_norm(x, weight, update=update, eps=EPS, impl="reference")
-
-    update = torch.full_like(x, 0.1, requires_grad=True)
-    assert torch.autograd.gradcheck(norm, [x, weight, update])
+    inputs = [t.double().requires_grad_() for t in make_inputs((1, 3, 5))]
+    assert torch.autograd.gradcheck(lambda *t: rms_norm(*t, eps=EPS, impl="reference"), inputs)
 
 
 def test_a_token_changes_no_bit_of_the_others():
@@ -93,67 +89,81 @@ def test_residual_and_norm_may_each_be_left_unused():
     assert torch.equal(of_y[1].cpu(), both["dweight"])
 
 
-@pytest.mark.parametrize("impl", ["triton", "reference"])
-@pytest.mark.parametrize("residual_dtype", [None, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("x_dtype", "update_dtype", "dtype"),
-    [
-        (torch.float32, torch.float32, None),
-        (torch.float32, torch.float16, torch.float16),
-        (torch.float32, torch.float16, None),
-        (torch.float16, torch.float16, None),
-    ],
-    ids=str,
-)
-def test_an_update_is_added_before(x_dtype, update_dtype, dtype, residual_dtype, impl):
+@pytest.fixture
+def norms(monkeypatch):
+    """Count the launches of the norm's kernel."""
+    launched = []
+    launch = triton._norm_fwd
+    monkeypatch.setattr(triton, "_norm_fwd", lambda *a: launched.append(1) or launch(*a))
+    return launched
+
+
+SUMS = [
+    (torch.float32, torch.float32, None),
+    (torch.float32, torch.float16, torch.float16),
+    (torch.float32, torch.float16, None),
+    (torch.float16, torch.float16, None),
+]
+
+
+def make_sum(x_dtype, update_dtype, dtype):
     x, weight = (t.to(DEVICE) for t in make_inputs((1, 33, 100), x_dtype, dtype or x_dtype))
     # rows that lie apart
     update = make_inputs((1, 33, 200), update_dtype, seed=1)[0].to(DEVICE)[..., :100]
-    leaves = [t.detach().requires_grad_() for t in (x, weight, update)]
-    options = dict(eps=EPS, dtype=dtype, residual_dtype=residual_dtype, impl=impl)
-    actual = rms_norm(*leaves[:2], update=leaves[2], **options)
-    incoming = [eighths(t.shape, seed).to(t) for seed, t in enumerate(actual)]
-    dx, dweight, dupdate = torch.autograd.grad(actual, leaves, incoming)
-
-    total = (leaves[0] + leaves[2]).detach().requires_grad_()
-    expected = rms_norm(total, leaves[1], **options)
-    dtotal, expected_dweight = torch.autograd.grad(expected, [total, leaves[1]], incoming)
-    assert all(map(torch.equal, actual, expected))
-    assert torch.equal(dx, dtotal)
-    assert torch.equal(dweight, expected_dweight)
-    assert torch.equal(dupdate, dtotal.to(update_dtype))
+    return [t.detach().requires_grad_() for t in (x, weight, update)]
 
 
-def test_an_update_of_an_unused_norm_gets_its_gradient():
-    x, weight = (t.to(DEVICE) for t in make_inputs((1, 5, 8)))
-    leaves = [t.requires_grad_() for t in (x, torch.ones_like(x).half())]
-    _, residual = rms_norm(leaves[0], weight, update=leaves[1], eps=EPS, impl="triton")
-    dresidual = eighths(residual.shape).to(residual)
-    grads = torch.autograd.grad(residual, leaves, dresidual)
-    assert torch.equal(grads[0], dresidual)
-    assert torch.equal(grads[1], dresidual.half())
+def add(leaves, dtype, *, at_once):
+    x, weight, update = leaves
+    return add_before_norm(x, update, weight, eps=EPS, dtype=dtype) if at_once else x + update
 
 
-def test_gradients_of_both_summands_do_not_share_memory():
-    x, weight = (t.to(DEVICE) for t in make_inputs((1, 5, 8)))
-    leaves = [x.requires_grad_(), torch.ones_like(x, requires_grad=True)]
-    for _ in range(2):
-        y, _ = rms_norm(leaves[0], weight, update=leaves[1], eps=EPS, impl="triton")
-        y.backward(eighths(y.shape).to(y))
-    # .grad was added to once, in place
-    assert torch.equal(leaves[0].grad, leaves[1].grad)
-    leaves[0].grad.zero_()
-    assert leaves[1].grad.any()
+def scale(total):
+    total.register_hook(lambda gradient: gradient * 2)
 
 
-def test_results_may_be_written_into():
-    x, weight = (t.to(DEVICE) for t in make_inputs((1, 3, 8)))
-    weight.requires_grad_()
-    results = rms_norm(x, weight, eps=EPS, residual_dtype=torch.float16, impl="triton")
-    expected = results.y.sum().item()
-    for result in results:
-        result.mul_(2)
-    torch.testing.assert_close(results.y.sum().item(), 2 * expected)
+def look(total):
+    total.retain_grad()
+
+
+def change(total):
+    total.detach().mul_(2)
+
+
+def leave(total):
+    pass
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["the norm alone", "a second reader"])
+@pytest.mark.parametrize("action", [leave, scale, look, change])
+@pytest.mark.parametrize("dtypes", SUMS, ids=str)
+def test_a_sum_is_the_same_with_a_norm_ahead(dtypes, action, is_read, norms):
+    """What it is, its gradient and that of its summands, whatever is done with it."""
+    results = {}
+    for at_once in (True, False):
+        leaves = make_sum(*dtypes)
+        total = add(leaves, dtypes[2], at_once=at_once)
+        assert len(norms) == at_once
+        action(total)
+        normed = rms_norm(total, leaves[1], eps=EPS, dtype=dtypes[2], impl="triton")
+        # in vain, if the sum has changed
+        assert len(norms) == 1 + (at_once and action is change)
+        norms.clear()
+        readers = [*normed, total] if is_read else normed
+        incoming = [eighths(t.shape, seed).to(t) for seed, t in enumerate(readers)]
+        wanted = leaves if action is change else [*leaves, total]
+        results[at_once] = *normed, *torch.autograd.grad(readers, wanted, incoming)
+    assert all(map(torch.equal, *results.values()))
+
+
+def test_a_norm_ahead_of_other_arguments_is_made_again(norms):
+    x, weight, update = make_sum(torch.float32, torch.float32, None)
+    for changes in (dict(weight=weight * 2), dict(eps=1.0), dict(dtype=torch.float16)):
+        total = add_before_norm(x, update, weight, eps=EPS)
+        options = dict(weight=weight, eps=EPS) | changes
+        again = rms_norm(total, **options, impl="triton")
+        assert torch.equal(again.y, rms_norm(x + update, **options, impl="triton").y)
+    assert len(norms) == 9
 
 
 def test_rows_may_lie_apart():
@@ -178,8 +188,6 @@ def test_same_bits_twice():
         (dict(weight=torch.ones(3)), r"got \(2, 4\) and \(3,\)"),
         (dict(x=torch.ones(0, 4)), r"got \(0, 4\) and \(4,\)"),
         (dict(x=torch.ones(2, 4, dtype=torch.long)), "got torch.int64"),
-        (dict(update=torch.ones(2, 5)), r"shape of x, \(2, 4\), got \(2, 5\)"),
-        (dict(update=torch.ones(2, 4).double()), "dtype of x, torch.float32, .* got torch.float64"),
         (dict(impl="cuda"), "got 'cuda'"),
         (dict(x=torch.ones(2, 4).double(), impl="triton"), "got torch.float64; take impl="),
     ],
@@ -188,3 +196,16 @@ def test_same_bits_twice():
 def test_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
         rms_norm(**{"x": torch.ones(2, 4), "weight": torch.ones(4), "eps": EPS} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (torch.ones(2, 5), r"got \(2, 4\), \(2, 5\) and \(4,\)"),
+        (torch.ones(2, 4).double(), "dtype of x, torch.float32, .* got torch.float64"),
+    ],
+    ids=str,
+)
+def test_refusals_of_a_sum(update, message):
+    with pytest.raises(ValueError, match=message):
+        add_before_norm(torch.ones(2, 4), update, torch.ones(4), eps=EPS)

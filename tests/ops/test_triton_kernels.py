@@ -517,6 +517,20 @@ def test_conv_of_slices_and_transposed_rows():
         assert torch.equal(y.cpu(), expected)
 
 
+def test_vectors_may_be_slices(op):
+    inputs = MAKERS[op]([5, 9], dim=24)
+    incoming = eighths(inputs["x"].shape), torch.zeros_like(inputs["initial_states"])
+    expected = run(op, inputs, incoming=incoming)
+    vectors = [name for name, tensor in inputs.items() if tensor.shape == (24,)]
+    assert vectors
+    for name in vectors:
+        inputs[name] = torch.stack([inputs[name], torch.full((24,), torch.nan)], dim=1)[:, 0]
+        assert not inputs[name].is_contiguous()
+    actual = run(op, inputs, incoming=incoming)
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
 HALF = {"scan": ("z", "dz_out"), "conv": ("x", "dx_out")}
 
 

@@ -6,29 +6,31 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+Kept = tuple[Tensor, Tensor] | None
+"""Weight and output of a layer, ``None`` if it is to be called again."""
 _thread = threading.local()
 
 
 @contextmanager
-def keep_outputs(outputs: list[Tensor]) -> Iterator[None]:
-    """Add what :func:`linear_kept` makes to a list. Acts on the thread that enters it."""
+def keep_outputs(outputs: list[Kept]) -> Iterator[None]:
+    """Add what :func:`project_once` makes to a list. Acts on the thread that enters it."""
     with _as_active(outputs.append, None):
         yield
 
 
 @contextmanager
-def take_outputs(outputs: list[Tensor]) -> Iterator[None]:
-    """Let :func:`linear_kept` take from a list, in turn, instead of multiplying again."""
+def take_outputs(outputs: list[Kept]) -> Iterator[None]:
+    """Let :func:`project_once` take from a list, in turn, instead of multiplying again."""
     with _as_active(None, iter(outputs).__next__):
         yield
 
 
 @contextmanager
 def _as_active(
-    put: Callable[[Tensor], None] | None, take: Callable[[], Tensor] | None
+    put: Callable[[Kept], None] | None, take: Callable[[], Kept] | None
 ) -> Iterator[None]:
     before, _thread.active = getattr(_thread, "active", (None, None)), (put, take)
     try:
@@ -37,22 +39,29 @@ def _as_active(
         _thread.active = before
 
 
-def linear_kept(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply, as ``torch.nn.functional.linear`` does, once for a forward and its recomputation.
+def project_once(layer: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
+    """Call a linear layer, in a forward and its recomputation together once if it is plain.
 
     Args:
+        layer: The layer, which is called where its output is not to be kept.
         x: ``(..., in)``.
-        weight: ``(out, in)``, in the dtype of ``x``.
+        weight: ``(out, in)``, all that the layer multiplies ``x`` with, in its dtype; ``None`` if
+            the layer does more. Read in the first run, which decides for both.
 
     Returns:
         ``(..., out)``.
     """
     put, take = getattr(_thread, "active", (None, None))
-    if put is None and take is None:
-        return F.linear(x, weight)
-    y = _LinearFunction.apply(x, weight, None if take is None else take())
-    if put is not None:
-        put(y.detach())
+    if take is not None:
+        known = take()
+        return layer(x) if known is None else _LinearFunction.apply(x, *known)
+    if put is None:
+        return layer(x)
+    if weight is None:
+        put(None)
+        return layer(x)
+    y = _LinearFunction.apply(x, weight, None)
+    put((weight, y.detach()))
     return y
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from xtuner_mamba.layout import PackedLayout, current_layout
 from xtuner_mamba.model.dispatch.cached_rows import CachedRows, refuse_cache_with_packs
 from xtuner_mamba.model.dispatch.continued_rows import ContinuedRows
-from xtuner_mamba.model.dispatch.kept_outputs import keep_outputs, linear_kept, take_outputs
+from xtuner_mamba.model.dispatch.kept_outputs import Kept, keep_outputs, project_once, take_outputs
 from xtuner_mamba.ops import backward_follows, causal_conv1d, rms_norm, selective_scan
 from xtuner_mamba.ops.halves import GradientHalf, split_halves
 
@@ -132,7 +132,7 @@ def _contexts_of_two_runs() -> tuple[AbstractContextManager, AbstractContextMana
 class _SecondRun(AbstractContextManager):
     """May be entered again: a graph that is retained is recomputed for each backward."""
 
-    def __init__(self, outputs: list[Tensor]) -> None:
+    def __init__(self, outputs: list[Kept]) -> None:
         self._outputs = outputs
 
     def __enter__(self) -> None:
@@ -307,10 +307,13 @@ def _weights_of(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None] | N
     weight, bias = layer.weight, layer.bias
     if is_partitioned(weight):
         return None
-    if weight.dtype != x.dtype:
-        if not torch.is_autocast_enabled(x.device.type):
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        if torch.get_autocast_dtype(device) != x.dtype:
             return None
         weight = weight.to(x.dtype)
+    elif weight.dtype != x.dtype:
+        return None
     return weight, None if bias is None else bias.to(x.dtype)
 
 
@@ -381,10 +384,8 @@ def _zamba_heads(self: nn.Module, x: Tensor) -> list[_Head]:
 
 def _head(self: nn.Module, x: Tensor, family: str) -> _Head:
     weights = _weights_of(self.x_proj, x)
-    if weights is None or weights[1] is not None:
-        selected = self.x_proj(x)
-    else:
-        selected = linear_kept(x, weights[0])
+    weight = None if weights is None or weights[1] is not None else weights[0]
+    selected = project_once(self.x_proj, x, weight)
     selection = _split_selection(selected, self.A_log.shape[-1])
     dt, B, C = _norm_selection(self, family, *selection)
     dt, dt_bias = _project_without_bias(self.dt_proj, dt)

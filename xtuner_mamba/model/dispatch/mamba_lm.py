@@ -7,7 +7,6 @@ loss keeps documents apart.
 """
 
 import inspect
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,12 @@ from transformers.modeling_outputs import CausalLMOutput, ModelOutput
 
 from xtuner_mamba.layout import IGNORE_INDEX, current_layout
 from xtuner_mamba.model.dispatch.mamba import has_hooks
-from xtuner_mamba.ops import NormWithResidual, linear_cross_entropy, rms_norm
+from xtuner_mamba.ops import (
+    NormWithResidual,
+    add_before_norm,
+    linear_cross_entropy,
+    rms_norm,
+)
 
 
 def mamba_block_forward(
@@ -30,8 +34,8 @@ def mamba_block_forward(
 ) -> Tensor:
     """Add the mixed tokens to the residual stream, ``(batch, seqlen, hidden)`` in and out.
 
-    The sum is what the next norm reads, so it is normed at once where nothing stands between.
-    ``fuse_norm`` and ``place``, the model and the block's index there, are bound by
+    The sum is what the next norm reads, so on a GPU it is normed at once where nothing stands
+    between. ``fuse_norm`` and ``place``, the model and the block's index there, are bound by
     ``dispatch_packed``.
     """
     if not _fuses(fuse_norm, hidden_states):
@@ -47,43 +51,45 @@ def mamba_block_forward(
         cache_position=cache_position,
         attention_mask=attention_mask,
     )
-    following = None if place is None else _following_norm(*place)
-    if following is not None and torch.promote_types(residual.dtype, mixed.dtype) == residual.dtype:
+    if not _runs_kernels(residual) or (
+        torch.promote_types(residual.dtype, mixed.dtype) != residual.dtype
+    ):
+        return residual + mixed
+    following = None if place is None else _following_norm(self, *place)
+    if following is not None:
         norm, dtype = following
-        normed, total = rms_norm(
-            residual, norm.weight, eps=norm.variance_epsilon, dtype=dtype, update=mixed
-        )
-        total.normed_ahead = _NormedAhead(norm, dtype, normed, total._version)
-        return total
-    if not residual.is_cuda or residual.dtype == mixed.dtype:
+        return add_before_norm(residual, mixed, norm.weight, eps=norm.variance_epsilon, dtype=dtype)
+    if residual.dtype == mixed.dtype:
         return residual + mixed
     from xtuner_mamba.ops.residual import add_to_residual
 
     return add_to_residual(residual, mixed)
 
 
-class _NormedAhead(NamedTuple):
-    """What a block has made for the norm behind it, an attribute of its output."""
-
-    norm: nn.Module
-    dtype: torch.dtype | None
-    y: Tensor
-    version: int
-    """Of the output, which somebody may change in place."""
+def _runs_kernels(x: Tensor) -> bool:
+    return x.is_cuda
 
 
-def _following_norm(model: nn.Module, index: int) -> tuple[nn.Module, torch.dtype | None] | None:
+def _following_norm(
+    block: nn.Module, model: nn.Module, index: int
+) -> tuple[nn.Module, torch.dtype | None] | None:
     """Return the norm that reads a block's output, and what it rounds to; none if unsure.
 
     Args:
-        model: The blocks' model.
-        index: Of the block.
+        block: The block.
+        model: Its model when it was dispatched.
+        index: Its place there then.
     """
     # nothing is gained without a backward, and a checkpointed block keeps its input alone
-    if not torch.is_grad_enabled() or (model.gradient_checkpointing and model.training):
+    if not torch.is_grad_enabled() or (
+        getattr(model, "gradient_checkpointing", False) and model.training
+    ):
         return None
-    is_last = index + 1 == len(model.layers)
-    following = model.norm_f if is_last else model.layers[index + 1]
+    layers = model.layers
+    if index >= len(layers) or layers[index] is not block:
+        return None
+    is_last = index + 1 == len(layers)
+    following = model.norm_f if is_last else layers[index + 1]
     norm = following if is_last else getattr(following, "norm", None)
     for module in (following, norm):
         # somebody has wrapped it, or its weights are elsewhere until it is called (ZeRO-3, FSDP)
@@ -107,14 +113,6 @@ def mamba_norm_forward(
     """
     if not _fuses(fuse_norm, hidden_states):
         return type(self).forward(self, hidden_states)
-    ahead = getattr(hidden_states, "normed_ahead", None)
-    if (
-        ahead is not None
-        and (ahead.norm, ahead.dtype, ahead.version) == (self, dtype, hidden_states._version)
-        and residual_dtype in (None, hidden_states.dtype)
-    ):
-        del hidden_states.normed_ahead
-        return ahead.y if residual_dtype is None else NormWithResidual(ahead.y, hidden_states)
     result = rms_norm(
         hidden_states,
         self.weight,

@@ -36,6 +36,7 @@ class CausalConv1dFunction(torch.autograd.Function):
         ctx.shape = x.shape
         x = with_unit_stride(x.flatten(0, 1))
         weight = weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
         if initial_states is not None:
             initial_states = initial_states.contiguous()
         args = x, weight, bias, initial_states, cu_seqlens, _documents_of(cu_seqlens, len(x))

@@ -1,3 +1,3 @@
-from xtuner_mamba.ops.rms_norm.api import NormWithResidual, rms_norm
+from xtuner_mamba.ops.rms_norm.api import NormWithResidual, add_before_norm, rms_norm
 
-__all__ = ["NormWithResidual", "rms_norm"]
+__all__ = ["NormWithResidual", "add_before_norm", "rms_norm"]

@@ -18,56 +18,116 @@ _BLOCK_T = 32
 
 
 def rms_norm_triton(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, residual_dtype: torch.dtype,
-    update: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, residual_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """See :func:`xtuner_mamba.ops.rms_norm`."""
-    for tensor in (x, weight) if update is None else (x, weight, update):
+    for tensor in (x, weight):
         check_triton_takes(tensor, "take impl='reference'")
+    ahead = getattr(x, "_normed_ahead", None)
+    if ahead is not None:
+        del x._normed_ahead
+        if ahead.key != _key(x, weight, eps, dtype) or residual_dtype != x.dtype:
+            ahead = None
     # kernels are launched on the current device, which need not be that of x
     with torch.cuda.device_of(x):
-        return RmsNormFunction.apply(x, weight, eps, dtype, residual_dtype, update)
+        return RmsNormFunction.apply(x, weight, eps, dtype, residual_dtype, ahead)
+
+
+def add_before_norm_triton(
+    x: Tensor, update: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """See :func:`xtuner_mamba.ops.add_before_norm`."""
+    for tensor in (x, update, weight):
+        check_triton_takes(tensor, "add and norm in plain PyTorch")
+    ahead = NormAhead()
+    with torch.cuda.device_of(x):
+        total = AddBeforeNormFunction.apply(x, update, weight, eps, dtype, ahead)
+    ahead.key = _key(total, weight, eps, dtype)
+    total._normed_ahead = ahead
+    return total
+
+
+class NormAhead:
+    """What a sum and the norm behind it, two nodes of autograd, hand each other.
+
+    The norm finds it at the sum, as an attribute, and takes it if nothing has changed since.
+    """
+
+    key: tuple
+    y: Tensor
+    rounded: Tensor
+    scales: Tensor
+    update_dtype: torch.dtype
+    dx: Tensor | None = None
+    """Gradient that the norm's backward has returned, and whose rounding for the update it is."""
+    dupdate: Tensor | None = None
+
+
+def _key(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple:
+    versions = None if x.is_inference() else (x._version, weight._version)
+    return id(weight), versions, eps, dtype
+
+
+class AddBeforeNormFunction(torch.autograd.Function):
+    """Saves nothing."""
+
+    @staticmethod
+    def forward(ctx, x, update, weight, eps, dtype, ahead):
+        ahead.y, ahead.rounded, ahead.scales, total = _norm_fwd(
+            _rows_of(x), weight.contiguous(), eps, dtype, x.dtype, _rows_of(update), x.shape
+        )
+        ahead.update_dtype = update.dtype
+        ctx.ahead, ctx.x_dtype = ahead, x.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dtotal):
+        ahead = ctx.ahead
+        # the very tensor: somebody else's share, or a hook, would have made another
+        is_all = dtotal is ahead.dx and dtotal._version == 0
+        dupdate = ahead.dupdate if is_all else dtotal.to(ahead.update_dtype)
+        ahead.dx = ahead.dupdate = None
+        return dtotal, dupdate, None, None, None, None
 
 
 class RmsNormFunction(torch.autograd.Function):
     """Saves what is normed as it was rounded, and a scale for each token."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps, dtype, residual_dtype, update):
-        # laid end to end here, where autograd notes down no views
-        rows, weight = _rows_of(x), weight.contiguous()
-        y, rounded, scales, residual = _norm_fwd(
-            rows, weight, eps, dtype, residual_dtype,
-            None if update is None else _rows_of(update), x.shape,
-        )  # fmt: skip
+    def forward(ctx, x, weight, eps, dtype, residual_dtype, ahead):
+        residual = x
+        if ahead is None:
+            # laid end to end here, where autograd notes down no views
+            rows = _rows_of(x)
+            y, rounded, scales, made = _norm_fwd(
+                rows, weight.contiguous(), eps, dtype, residual_dtype, None, x.shape
+            )
+            residual = x if made is rows else made
+        else:
+            y, rounded, scales = ahead.y, ahead.rounded, ahead.scales
+            ahead.y = ahead.rounded = ahead.scales = None
         ctx.save_for_backward(rounded, scales, weight)
-        ctx.shape = x.shape
-        ctx.x_dtype, ctx.update_dtype = x.dtype, None if update is None else update.dtype
+        ctx.shape, ctx.x_dtype, ctx.ahead = x.shape, x.dtype, ahead
         ctx.set_materialize_grads(False)
-        return y, x if residual is rows else residual
+        return y, residual
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dresidual):
-        rounded, scales, weight = ctx.saved_tensors
         if dy is None:
-            dtypes = ctx.x_dtype, ctx.update_dtype
-            dx, dupdate = (
-                None if dresidual is None or dtype is None else dresidual.to(dtype)
-                for dtype in dtypes
-            )
-            return dx, None, None, None, None, dupdate
+            dx = None if dresidual is None else dresidual.to(ctx.x_dtype)
+            return dx, None, None, None, None, None
+        rounded, scales, weight = ctx.saved_tensors
+        ahead = ctx.ahead
         dx, dweight, dupdate = _norm_bwd(
             _rows_of(dy), None if dresidual is None else _rows_of(dresidual), _rows_of(rounded),
-            scales, weight, ctx.x_dtype, ctx.update_dtype,
+            scales, weight.contiguous(), ctx.x_dtype, None if ahead is None else ahead.update_dtype,
         )  # fmt: skip
         dx = dx.view(ctx.shape)
-        if ctx.update_dtype == ctx.x_dtype:
-            # the same tensor, no view of it: autograd then copies before it adds to one of the two
-            dupdate = dx
-        elif dupdate is not None:
-            dupdate = dupdate.view(ctx.shape)
-        return dx, dweight, None, None, None, dupdate
+        if dupdate is not None:
+            ahead.dx, ahead.dupdate = dx, dupdate.view(ctx.shape)
+        return dx, dweight, None, None, None, None
 
 
 def _rows_of(x: Tensor) -> Tensor:

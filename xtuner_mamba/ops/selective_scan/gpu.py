@@ -62,6 +62,8 @@ class SelectiveScanFunction(torch.autograd.Function):
         x, dt = kernels.prepare(x), kernels.prepare(dt)
         if z is not None:
             z = kernels.prepare(z.flatten(0, 1))
+        # read channel by channel
+        D, dt_bias = (None if t is None else t.contiguous() for t in (D, dt_bias))
         A, BC = lay_out_weights(A, B, C, A_is_log=A_is_log)
         ctx.initial_dtype = None if initial_states is None else initial_states.dtype
         if initial_states is not None:
