@@ -12,8 +12,9 @@ import argparse
 import csv
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -162,7 +163,7 @@ def measure(
 
 
 def profile_step(step: Callable[[], None]) -> str:
-    """Run a step under the profiler; its kernels by time."""
+    """Run a step under the profiler; its kernels by time, and for how long none ran."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         step()
@@ -172,11 +173,25 @@ def profile_step(step: Callable[[], None]) -> str:
     ]
     kernels.sort(key=lambda event: -event.self_device_time_total)
     total = sum(event.self_device_time_total for event in kernels)
-    lines = [f"{total / 1e3:9.1f} ms of kernels in a step"]
+    lines = [
+        f"{total / 1e3:9.1f} ms of kernels in a step",
+        f"{_idle(profiler.events()) / 1e3:9.1f} ms without a kernel between its first and its last",
+    ]
     for event in kernels[:40]:
         time = event.self_device_time_total / 1e3
         lines.append(f"{time:9.1f} ms {event.count:6d} x  {event.key[:110]}")
     return "\n".join(lines)
+
+
+def _idle(events: Iterable) -> float:
+    """Sum the times in which the GPU waits, in microseconds."""
+    ranges = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type == torch.profiler.DeviceType.CUDA
+    )
+    ends = accumulate((end for _, end in ranges), max)
+    return sum(max(0.0, start - end) for end, (start, _) in zip(ends, ranges[1:]))
 
 
 def append(row: dict) -> None:

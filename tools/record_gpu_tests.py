@@ -125,7 +125,11 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.chdir(ROOT)
     recorder, start = Recorder(), time.monotonic()
-    code = pytest.main(command, plugins=[recorder])
+    try:
+        code = pytest.main(command, plugins=[recorder])
+    except KeyboardInterrupt:
+        # while its processes are taken down
+        code = pytest.ExitCode.INTERRUPTED
     end = "stopped before its end" if code == pytest.ExitCode.INTERRUPTED else "to its end"
     page = render(
         commit.strip(), ["python", "-m", "pytest", *command], recorder,
