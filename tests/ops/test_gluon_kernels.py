@@ -160,7 +160,7 @@ def test_without_what_is_optional(absent):
 @pytest.mark.skipif(not HOPPER, reason="the chunks' own kernels are Triton's, tested there")
 @pytest.mark.parametrize("lengths", [[5, 70, 31, 100], [1] * 20 + [5, 70, 1, 1, 31]], ids=str)
 def test_long_documents_run_in_chunks(lengths, monkeypatch):
-    monkeypatch.setattr(chunks, "_limits", lambda fair: (30, 20))
+    monkeypatch.setattr(chunks, "_limits", lambda *_: (30, 20))
     assert_accurate(
         [
             make_scan_inputs(lengths, dim=256, dstate=16, dtype=torch.bfloat16, seed=seed)

@@ -67,7 +67,7 @@ def test_is_the_scan_and_a_layer(impl, without):
 
 
 def test_long_documents_in_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "_limits", lambda fair: (30, 20))
+    monkeypatch.setattr(chunks, "_limits", lambda *_: (30, 20))
     inputs = make_inputs()
     exact = outputs_and_grads(scan_then_layer, in_float64(inputs), dt_softplus=True)
     for name, value in run(inputs, "triton").items():

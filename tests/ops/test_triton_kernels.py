@@ -5,6 +5,7 @@ the GPU. Oracles run on the CPU in float64.
 """
 
 import functools
+import math
 import re
 from itertools import pairwise
 
@@ -234,7 +235,7 @@ def test_step_sizes_of_every_magnitude(magnitude, right):
 @pytest.fixture
 def cut(monkeypatch):
     """Documents of more than 5 tokens in chunks of 3, as if they were far too long."""
-    monkeypatch.setattr(chunks, "_limits", lambda fair: (5, 3))
+    monkeypatch.setattr(chunks, "_limits", lambda *_: (5, 3))
 
 
 @pytest.mark.parametrize("absent", [None, "z", "dt_bias", "initial_states"])
@@ -276,7 +277,7 @@ def test_chunks_forget_nothing(cut):
 )
 def test_chunks_cover_documents(lengths, longest, size):
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(chunks, "_limits", lambda fair: (longest, size))
+        monkeypatch.setattr(chunks, "_limits", lambda *_: (longest, size))
         cu_seqlens = PackedLayout.from_lengths(lengths).cu_seqlens
         cuts, order, layout, *_ = chunks.schedule_documents(cu_seqlens, dim=8)
     in_order = cuts.diff()[order].tolist()
@@ -309,7 +310,7 @@ def test_runs_cover_parts(lengths, mean, longest, look_ahead, cut):
         monkeypatch.setattr(chunks, "_MAX_RUN", longest)
         monkeypatch.setattr(chunks, "_LOOK_AHEAD", look_ahead)
         if cut:
-            monkeypatch.setattr(chunks, "_limits", lambda fair: (5, 3))
+            monkeypatch.setattr(chunks, "_limits", lambda *_: (5, 3))
         cu_seqlens = PackedLayout.from_lengths(lengths).cu_seqlens
         cuts, order, _, runs, _ = chunks.schedule_documents(cu_seqlens, dim=8)
     parts = cuts.diff().tolist()
@@ -353,6 +354,19 @@ def test_only_documents_that_keep_others_waiting_are_cut():
     alone[1] = 100
     check_cu_seqlens(alone, 100)
     assert chunks.schedule_documents(alone, dim=4096).chunks is None
+
+
+@pytest.mark.parametrize("dim", [768, 1536, 2560, 4096, 5120, 8192])
+@pytest.mark.parametrize("total", [16_384, 65_536, 262_144, 1_000_000])
+def test_chunks_of_one_document_fill_the_waves_of_every_kernel(total, dim):
+    cuts = chunks.schedule_documents(PackedLayout.from_lengths([total]).cu_seqlens, dim).cu_seqlens
+    size = cuts.diff().max().item()
+    assert 128 <= size <= 1024
+    # channels of a program, and programs at once: forward, backward, and first pass in Triton
+    for block_d, num_programs in ((256, 3 * 132), (128, 2 * 132), (256, 4 * 132)):
+        at_once = block_d * num_programs
+        waves = math.ceil((len(cuts) - 1) * dim / at_once)
+        assert total * dim > 0.98 * waves * size * at_once or size == 128
 
 
 @pytest.mark.parametrize(
