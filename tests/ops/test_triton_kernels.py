@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from xtuner_mamba.layout import PackedLayout, check_cu_seqlens
 from xtuner_mamba.ops import causal_conv1d, selective_scan
+from xtuner_mamba.ops.causal_conv1d import triton_bwd as conv_bwd
 from xtuner_mamba.ops.causal_conv1d.triton_fwd import GROUP, tokens_of_a_program
 from xtuner_mamba.ops.halves import split_halves
 from xtuner_mamba.ops.selective_scan import chunks, triton_bwd
@@ -109,7 +110,9 @@ SCAN_DRAWS = [
     dict(lengths=[9, 4], dim=120, dstate=24),
     dict(lengths=[3], dim=120, dstate=64),
 ]
+# of a program, forward and backward
 EDGE = tokens_of_a_program(1)
+assert conv_bwd.tokens_of_a_program(1, 1) == EDGE
 CONV_DRAWS = [
     dict(lengths=[1], dim=100, width=4),
     dict(lengths=[3, 4, 1], dim=520, width=4),
@@ -347,13 +350,15 @@ def test_only_documents_that_keep_others_waiting_are_cut():
     packed = PackedLayout.from_lengths([2048] * 32).cu_seqlens
     assert chunks.schedule_documents(packed, dim=4096).chunks is None
     alone = PackedLayout.from_lengths([65_536]).cu_seqlens
-    assert len(chunks.schedule_documents(alone, dim=4096).chunks.seqs) == 64
+    assert len(chunks.schedule_documents(alone, dim=4096).chunks.seqs) == 99
     # found once, and again after a change
     once, again = (chunks.schedule_documents(alone, dim=4096).order for _ in range(2))
     assert once is again
-    alone[1] = 100
-    check_cu_seqlens(alone, 100)
-    assert chunks.schedule_documents(alone, dim=4096).chunks is None
+    # two launches more would cost as much as they save
+    for length, is_cut in ((2048, False), (2049, True)):
+        alone[1] = length
+        check_cu_seqlens(alone, length)
+        assert (chunks.schedule_documents(alone, dim=4096).chunks is not None) == is_cut
 
 
 @pytest.mark.parametrize("dim", [768, 1536, 2560, 4096, 5120, 8192])

@@ -33,6 +33,8 @@ from xtuner_mamba.ops.triton_support import cdiv, next_power_of_2
 # groups of 64 channels that an H200 takes forward at once, 12 in each of 132 multiprocessors
 _PARALLEL = 1584
 _MIN_CHUNK, _MAX_CHUNK = 128, 1024
+# tokens that a document may have before two more launches pay
+_MIN_CUT = 2048
 # tokens of a document on average, below which they are merged, and those of a run
 _MIN_MEAN, _MAX_RUN = 16, 128
 # tokens that a number of `Runs.resets` has a bit for: those of the largest tile of a kernel
@@ -151,7 +153,7 @@ def _limits(total: int, num_blocks: int) -> tuple[int, int]:
     waves = 4 * max(1, ceil(fair / (4 * _MAX_CHUNK)))
     num_chunks = max(1, waves * _PARALLEL // num_blocks)
     size = max(ceil(total / num_chunks), _MIN_CHUNK)
-    return max(int(2 * fair), 2 * size), size
+    return max(int(2 * fair), 2 * size, _MIN_CUT), size
 
 
 def _merge(cuts: list[int]) -> list[int]:
@@ -253,7 +255,8 @@ def _carry_kernel(
     b_h = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     if ends is not None:
         b_h = tl.load(ends + i_seq * DSTATE * dim + o_h, mask=m_h, other=0.0).to(tl.float32)
-    for i in range(0, num_chunks):
+    # a document has up to a thousand chunks, whose states are on their way three steps ahead
+    for i in tl.range(0, num_chunks, num_stages=4):
         i_chunk = first + i
         if REVERSE:
             i_chunk = first + num_chunks - 1 - i
