@@ -145,10 +145,15 @@ class _SecondRun(AbstractContextManager):
 
 
 def convolve(
-    self: nn.Module, x: Tensor, *, cu_seqlens: Tensor | None = None, rows: Rows | None = None
+    self: nn.Module,
+    x: Tensor,
+    *,
+    cu_seqlens: Tensor | None,
+    rows: Rows | None,
+    dx_out: GradientPart | None,
 ) -> Tensor:
     """Conv and activation, ``(batch, seqlen, dim)`` in and out."""
-    return _convolve_for_two(self, x, cu_seqlens=cu_seqlens, rows=rows)[0]
+    return _convolve_for_two(self, x, cu_seqlens=cu_seqlens, rows=rows, dx_out=dx_out)[0]
 
 
 def _convolve_for_two(
@@ -157,7 +162,7 @@ def _convolve_for_two(
     *,
     cu_seqlens: Tensor | None,
     rows: Rows | None,
-    dx_out: GradientPart | None = None,
+    dx_out: GradientPart | None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`convolve`, the result once for each of two readers."""
     silu = self.activation in ("silu", "swish")
