@@ -195,10 +195,12 @@ def test_gradients_of_parts_are_where_ops_wrote_them(recompute, settings, monkey
     dispatch_packed(mixer, recompute=recompute)
     with LAYOUT.published():
         mixer(draw_hidden_states().float()).sum().backward()
-    # recomputed, the same tensor is cut twice
-    dprojected, *_ = arrived
+    # recomputed, that of in_proj is cut twice
+    dconvolved, dprojected, *_ = arrived
     dim, first = mixer.d_ssm, 2 * (32 - mixer.d_ssm)
-    dz, dxBC = written
+    dz, dx, dB, dC, dxBC = written
+    for part, place in zip((dx, dB, dC), dconvolved.split([dim, 5, 5], dim=-1)):
+        assert part.is_set_to(place)
     assert dz.is_set_to(dprojected[..., first : first + dim])
     assert dxBC.is_set_to(dprojected[..., first + dim : -mixer.dt_bias.numel()])
 

@@ -31,8 +31,8 @@ def make_grid(lengths):
     return ChunkGrid.from_cu_seqlens(cu_seqlens, CHUNK)
 
 
-# narrower and wider than a program's step
-@pytest.mark.parametrize("dim", [3, 5000])
+# a program takes many rows, two, or one in steps
+@pytest.mark.parametrize("dim", [3, 900, 2500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_rows_are_copied_to_the_bit(dtype, dim):
     grid = make_grid([3, 1, 5])
@@ -46,6 +46,12 @@ def test_rows_are_copied_to_the_bit(dtype, dim):
     torch.testing.assert_close(row, expected, rtol=0, atol=0, equal_nan=True)
     back = copy_rows(row, grid.slots)
     torch.testing.assert_close(back, tokens, rtol=0, atol=0, equal_nan=True)
+    # into a part of wider rows, the rest of which stays as it is
+    whole = torch.full((9, 2 * dim + 3), 7.0, dtype=dtype, device=DEVICE)
+    part = whole[:, 2 : 2 + 2 * dim].view(9, 2, dim)
+    assert copy_rows(row, grid.slots, part) is part
+    torch.testing.assert_close(part, tokens, rtol=0, atol=0, equal_nan=True)
+    assert whole[:, [0, 1, -1]].eq(7).all()
 
 
 def make_states(grid, num_seqs, *, nheads=2, headdim=3, dstate=500, seed=0):

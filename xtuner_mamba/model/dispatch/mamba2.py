@@ -108,11 +108,13 @@ def _mix(
     conv_dim = settings.dim + 2 * settings.ngroups * settings.dstate
     # mamba_ssm may leave some channels to a gate alone
     gated_dim = (projected.shape[-1] - settings.dim - conv_dim - nheads) // 2
-    (gate, gated, z, xBC, dt), (_, _, dz_out, dxBC_out, _) = split_parts(
+    (gate, gated, z, xBC, dt), (_, _, dz_out, dconv_out, _) = split_parts(
         projected, [gated_dim, gated_dim, settings.dim, conv_dim, nheads]
     )
-    xBC = convolve(self, xBC, cu_seqlens=cu_seqlens, rows=rows, dx_out=dxBC_out)
-    x, B, C = xBC.split([settings.dim, *2 * [settings.ngroups * settings.dstate]], dim=-1)
+    xBC = convolve(self, xBC, cu_seqlens=cu_seqlens, rows=rows, dx_out=dconv_out)
+    (x, B, C), dxBC_out = split_parts(
+        xBC, [settings.dim, *2 * [settings.ngroups * settings.dstate]]
+    )
     y = ssd(
         x.unflatten(-1, (nheads, settings.headdim)),
         dt,
@@ -127,6 +129,7 @@ def _mix(
         cu_seqlens=cu_seqlens,
         initial_states=None if rows is None else rows.initial_ssm_states(),
         return_final_states=rows is not None,
+        dxBC_out=dxBC_out,
     )
     if rows is not None:
         y, final_states = y

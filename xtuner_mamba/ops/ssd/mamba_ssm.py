@@ -7,6 +7,7 @@ Here no chunk holds tokens of two documents, and states pass from chunk to chunk
 
 import importlib
 import importlib.metadata
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 
@@ -48,7 +49,7 @@ _KERNELS = {
 def ssd_mamba_ssm(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
     initial_states: Tensor | None, cu_seqlens: Tensor, chunk_size: int | None,
-    *, return_final_states: bool,
+    *, return_final_states: bool, dxBC_out: Sequence[GradientPart] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.ssd`; rows are laid end to end, step sizes are final."""
     from xtuner_mamba.ops.ssd.mamba_ssm_function import SsdFunction
@@ -61,7 +62,7 @@ def ssd_mamba_ssm(
     # kernels are launched on the current device, which need not be that of x
     with torch.cuda.device_of(x):
         return SsdFunction.apply(
-            x, dt, A, B, C, D, z, initial_states, grid, _kernels(), return_final_states
+            x, dt, A, B, C, D, z, initial_states, grid, _kernels(), return_final_states, dxBC_out
         )
 
 

@@ -5,12 +5,14 @@ kernels hand from chunk to chunk. All chunks of all documents stand in one row; 
 read none but their own chunk and its states.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from xtuner_mamba.ops.parts import GradientPart
 from xtuner_mamba.ops.selective_scan.recomputation import is_backward_next
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid
 from xtuner_mamba.ops.ssd.triton_rows import copy_rows
@@ -28,6 +30,7 @@ class SsdFunction(torch.autograd.Function):
         ctx, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
         z: Tensor | None, initial_states: Tensor | None, grid: ChunkGrid,
         kernels: SimpleNamespace, return_final_states: bool,
+        dxBC_out: Sequence[GradientPart] | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         x, dt, B, C = (_row_of(grid, t) for t in (x, dt, B, C))
         z = None if z is None else _row_of(grid, z)
@@ -39,7 +42,7 @@ class SsdFunction(torch.autograd.Function):
         )
         CB = kernels._bmm_chunk_fwd(C, B, grid.chunk_size, output_dtype=torch.float32)
         y, ungated = kernels._chunk_scan_fwd(CB, x, steps, dA_cumsum, C, rounded, D=D, z=z)
-        ctx.grid, ctx.kernels = grid, kernels
+        ctx.grid, ctx.kernels, ctx.dxBC_out = grid, kernels, dxBC_out
         kept = (states, rounded) if keep else (states.new_empty(0), rounded.new_empty(0))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
@@ -87,9 +90,11 @@ class SsdFunction(torch.autograd.Function):
         ddA = kernels._chunk_scan_bwd_ddAcs_stable(x, steps, dA_cumsum, dy, CB)
         ddA += ddA_to_end + ddA_cumsum.flip(-1).cumsum(-1).flip(-1)
         ddt, dA, _ = kernels._chunk_cumsum_bwd(ddA, dsteps, dt, A)
-        dx, ddt, dB, dC = (_tokens_of(grid, t) for t in (dx, ddt, dB, dC))
+        outs = ctx.dxBC_out or 3 * [None]
+        dx, dB, dC = (_tokens_of(grid, t, out) for t, out in zip((dx, dB, dC), outs))
+        ddt = _tokens_of(grid, ddt)
         dz = None if dz is None else _tokens_of(grid, dz)
-        return dx, ddt, dA, dB, dC, dD, dz, dinitial_states, None, None, None
+        return dx, ddt, dA, dB, dC, dD, dz, dinitial_states, None, None, None, None
 
 
 def _states_before_chunks(
@@ -109,5 +114,6 @@ def _row_of(grid: ChunkGrid, tokens: Tensor) -> Tensor:
     return copy_rows(tokens, grid.sources)[None]
 
 
-def _tokens_of(grid: ChunkGrid, row: Tensor) -> Tensor:
-    return copy_rows(row[0], grid.slots)
+def _tokens_of(grid: ChunkGrid, row: Tensor, out: GradientPart | None = None) -> Tensor:
+    memory = None if out is None else out.allocate().view(-1, *row.shape[2:])
+    return copy_rows(row[0], grid.slots, memory)
