@@ -36,30 +36,29 @@ class SsdFunction(torch.autograd.Function):
         z = None if z is None else _row_of(grid, z)
         D = None if D is None else D.contiguous()
         dA_cumsum, steps = kernels._chunk_cumsum_fwd(dt, A, grid.chunk_size)
-        keep = is_backward_next()
-        states, rounded, final_states = _states_before_chunks(
-            B, x, steps, dA_cumsum, initial_states, grid, kernels, keep, return_final_states
+        states, final_states = _states_before_chunks(
+            B, x, steps, dA_cumsum, initial_states, grid, kernels, return_final_states
         )
         CB = kernels._bmm_chunk_fwd(C, B, grid.chunk_size, output_dtype=torch.float32)
-        y, ungated = kernels._chunk_scan_fwd(CB, x, steps, dA_cumsum, C, rounded, D=D, z=z)
+        y, ungated = kernels._chunk_scan_fwd(CB, x, steps, dA_cumsum, C, states, D=D, z=z)
         ctx.grid, ctx.kernels, ctx.dxBC_out = grid, kernels, dxBC_out
-        kept = (states, rounded) if keep else (states.new_empty(0), rounded.new_empty(0))
+        kept = states if is_backward_next() else states.new_empty(0)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, *kept
+            x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, kept
         )
         return _tokens_of(grid, y), final_states
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor | None, dfinal_states: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, states, rounded = (
+        x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, states = (
             ctx.saved_tensors
         )
         grid, kernels, ngroups = ctx.grid, ctx.kernels, B.shape[2]
         if not len(states):
-            states, rounded, _ = _states_before_chunks(
-                B, x, steps, dA_cumsum, initial_states, grid, kernels, True, False
+            states, _ = _states_before_chunks(
+                B, x, steps, dA_cumsum, initial_states, grid, kernels, return_final_states=False
             )
         dy = torch.zeros_like(x) if dy is None else _row_of(grid, dy)
         dz = None
@@ -80,7 +79,7 @@ class SsdFunction(torch.autograd.Function):
             x, steps, dA_cumsum, dadded, B=B, ngroups=ngroups
         )
         dC_states, ddA_cumsum = kernels._chunk_scan_bwd_dC(
-            rounded, dA_cumsum, dy, C=C, ngroups=ngroups
+            states, dA_cumsum, dy, C=C, ngroups=ngroups
         )
         dCB = kernels._chunk_scan_bwd_dcb(x, steps, dA_cumsum, dy, ngroups=ngroups)
         dB = kernels._bmm_chunk_bwd(C, dCB, residual=dB_added)
@@ -99,15 +98,14 @@ class SsdFunction(torch.autograd.Function):
 
 def _states_before_chunks(
     B: Tensor, x: Tensor, steps: Tensor, dA_cumsum: Tensor, initial_states: Tensor | None,
-    grid: ChunkGrid, kernels: SimpleNamespace, keep: bool, return_final_states: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """As they are, if kept, and rounded to be multiplied; and the states after documents."""
-    states = kernels._chunk_state_fwd(B, x, steps, dA_cumsum, states_in_fp32=True)
-    rounded, final_states = pass_states_fwd(
-        states, dA_cumsum, grid.cu_chunks, initial_states, x.dtype,
-        in_place=keep, return_final_states=return_final_states,
+    grid: ChunkGrid, kernels: SimpleNamespace, return_final_states: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Rounded, as they are multiplied; and the states after documents."""
+    added = kernels._chunk_state_fwd(B, x, steps, dA_cumsum, states_in_fp32=True)
+    return pass_states_fwd(
+        added, dA_cumsum, grid.cu_chunks, initial_states, x.dtype,
+        return_final_states=return_final_states,
     )  # fmt: skip
-    return states, rounded, final_states
 
 
 def _row_of(grid: ChunkGrid, tokens: Tensor) -> Tensor:

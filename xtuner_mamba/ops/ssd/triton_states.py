@@ -19,44 +19,42 @@ _BLOCK = 1024
 
 
 def pass_states_fwd(
-    states: Tensor,
+    added: Tensor,
     dA_cumsum: Tensor,
     cu_chunks: Tensor,
     initial_states: Tensor | None,
     dtype: torch.dtype,
     *,
-    in_place: bool,
     return_final_states: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Add up what the chunks add to the state of each document.
 
     Args:
-        states: What each chunk adds, float32, ``(1, chunks, nheads, headdim, dstate)``.
+        added: What each chunk adds, float32, ``(1, chunks, nheads, headdim, dstate)``.
         dA_cumsum: Logarithms of the decays, summed from the start of a chunk, float32,
             ``(1, nheads, chunks, chunk_size)``.
         cu_chunks: First chunk of each document, and the end, int32, ``(num_seqs + 1,)``.
         initial_states: State before each document, ``(num_seqs, nheads, headdim, dstate)``;
             ``None`` is zero.
         dtype: Of the first result.
-        in_place: Also overwrite ``states`` with the states before the chunks, not rounded.
         return_final_states: Whether they are wanted.
 
     Returns:
-        State before each chunk, shaped as ``states``; and after each document, float32, shaped as
-        ``initial_states``.
+        State before each chunk, rounded once, shaped as ``added``; and after each document,
+        float32, shaped as ``initial_states``.
     """
-    rounded = torch.empty_like(states, dtype=dtype)
+    states = torch.empty_like(added, dtype=dtype)
     final_states = None
     if return_final_states:
-        final_states = states.new_empty(len(cu_chunks) - 1, *states.shape[2:])
+        final_states = added.new_empty(len(cu_chunks) - 1, *added.shape[2:])
     if initial_states is not None:
         initial_states = initial_states.contiguous()
-    size = states[0, 0, 0].numel()
-    _pass_fwd_kernel[_grid(states, cu_chunks)](
-        states, dA_cumsum, cu_chunks, initial_states, rounded, final_states, *dA_cumsum.shape[2:],
-        size, IN_PLACE=in_place, BLOCK=_BLOCK,
+    size = added[0, 0, 0].numel()
+    _pass_fwd_kernel[_grid(added, cu_chunks)](
+        added, dA_cumsum, cu_chunks, initial_states, states, final_states, *dA_cumsum.shape[2:],
+        size, BLOCK=_BLOCK,
     )  # fmt: skip
-    return rounded, final_states
+    return states, final_states
 
 
 def pass_states_bwd(
@@ -72,7 +70,8 @@ def pass_states_bwd(
 
     Args:
         dstates: Gradient of the states before the chunks, float32, shaped as ``states``.
-        states: These states, which :func:`pass_states_fwd` wrote in place.
+        states: These states as :func:`pass_states_fwd` rounded them, as which mamba_ssm takes them
+            for the decays inside a chunk, too.
         dA_cumsum: See there, as ``cu_chunks`` and ``initial_states``.
         cu_chunks: See there.
         initial_states: See there; says whether their gradient is wanted, and in which dtype.
@@ -86,7 +85,7 @@ def pass_states_bwd(
     grid = _grid(states, cu_chunks)
     dadded = torch.empty_like(states, dtype=dtype)
     # a number for each program, to be summed in a fixed order
-    ddecays = states.new_empty(*dA_cumsum.shape[:3], grid[2])
+    ddecays = dstates.new_empty(*dA_cumsum.shape[:3], grid[2])
     if dfinal_states is not None:
         dfinal_states = dfinal_states.contiguous()
     dinitial_states = None
@@ -108,8 +107,8 @@ def _grid(states: Tensor, cu_chunks: Tensor) -> tuple[int, int, int]:
 # changes from step to step: a kernel for each of its divisors would be compiled in turn
 @triton.jit(do_not_specialize=["num_chunks"])
 def _pass_fwd_kernel(
-    states, dA_cumsum, cu_chunks, initial_states, rounded, final_states,
-    num_chunks, chunk_size, size, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+    added, dA_cumsum, cu_chunks, initial_states, states, final_states,
+    num_chunks, chunk_size, size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i_seq = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1).to(tl.int64)
@@ -126,10 +125,8 @@ def _pass_fwd_kernel(
     for i_chunk in range(first, end):
         o_state = (i_chunk * nheads + i_head) * size + o_s
         p_last = dA_cumsum + (i_head * num_chunks + i_chunk + 1) * chunk_size - 1
-        b_added = tl.load(states + o_state, mask=m_s, other=0.0)
-        tl.store(rounded + o_state, b_h, mask=m_s)
-        if IN_PLACE:
-            tl.store(states + o_state, b_h, mask=m_s)
+        b_added = tl.load(added + o_state, mask=m_s, other=0.0)
+        tl.store(states + o_state, b_h, mask=m_s)
         b_h = tl.exp(tl.load(p_last)) * b_h + b_added
     if final_states is not None:
         tl.store(final_states + o_seq, b_h, mask=m_s)
@@ -158,7 +155,7 @@ def _pass_bwd_kernel(
         i_decay = i_head * num_chunks + i_chunk
         o_state = (i_chunk * nheads + i_head) * size + o_s
         tl.store(dadded + o_state, b_dh, mask=m_s)
-        b_h = tl.load(states + o_state, mask=m_s, other=0.0)
+        b_h = tl.load(states + o_state, mask=m_s, other=0.0).to(tl.float32)
         b_decay = tl.exp(tl.load(dA_cumsum + (i_decay + 1) * chunk_size - 1))
         p_ddecay = ddecays + i_decay * tl.num_programs(2) + i_block
         tl.store(p_ddecay, tl.sum(b_dh * b_h, 0) * b_decay)
