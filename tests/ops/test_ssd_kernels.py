@@ -66,10 +66,10 @@ def make_states(grid, num_seqs, *, nheads=2, headdim=3, dstate=500, seed=0):
 
 def pass_states(grid, added, dA_cumsum, initial_states, dstates, dfinal_states):
     """Results of both kernels, by name."""
-    args = added, dA_cumsum, grid.cu_chunks, initial_states, torch.float32
+    args = added, dA_cumsum, grid, initial_states, torch.float32
     states, final_states = pass_states_fwd(*args, return_final_states=True)
     dadded, ddecays, dinitial_states = pass_states_bwd(
-        dstates, states, dA_cumsum, grid.cu_chunks, initial_states, dfinal_states, torch.float32
+        dstates, states, dA_cumsum, grid, initial_states, dfinal_states, torch.float32
     )
     results = dict(states=states, final_states=final_states, dadded=dadded, ddecays=ddecays)
     if initial_states is not None:
@@ -120,7 +120,7 @@ def test_no_states_given_are_zeros():
 def test_states_are_rounded_once():
     grid = make_grid([9, 1, 6])
     added, dA_cumsum, initial_states = make_states(grid, 3)
-    args = added, dA_cumsum, grid.cu_chunks, initial_states.half()
+    args = added, dA_cumsum, grid, initial_states.half()
     states, final_states = pass_states_fwd(*args, torch.float32, return_final_states=True)
     rounded, unwanted = pass_states_fwd(*args, torch.float16, return_final_states=False)
     assert unwanted is None
@@ -134,14 +134,14 @@ def test_states_are_rounded_once():
 def test_gradients_of_states_are_given_in_the_dtype_of_each():
     grid = make_grid([9, 1, 6])
     added, dA_cumsum, initial_states = make_states(grid, 3)
-    args = added, added, dA_cumsum, grid.cu_chunks
+    args = added, added, dA_cumsum, grid
     wide = pass_states_bwd(*args, initial_states, None, torch.float32)
     low = pass_states_bwd(*args, initial_states.half(), None, torch.float16)
     assert torch.equal(low[0], wide[0].half())
     assert torch.equal(low[1], wide[1])
     assert torch.equal(low[2], wide[2].half())
     # nothing is computed in the dtype of the states
-    rest = dA_cumsum, grid.cu_chunks, None, None, torch.float32
+    rest = dA_cumsum, grid, None, None, torch.float32
     low, wide = (pass_states_bwd(added, t, *rest) for t in (added.half(), added.half().float()))
     assert torch.equal(low[1], wide[1])
 

@@ -68,7 +68,7 @@ class SsdFunction(torch.autograd.Function):
             )
         dstates = kernels._chunk_scan_bwd_dstates(C, dA_cumsum, dy, dtype=torch.float32)
         dadded, ddecays, dinitial_states = pass_states_bwd(
-            dstates, states, dA_cumsum, grid.cu_chunks, initial_states, dfinal_states, x.dtype
+            dstates, states, dA_cumsum, grid, initial_states, dfinal_states, x.dtype
         )
         dx, dsteps, dD_of_x = kernels._chunk_scan_chunk_state_bwd_dx(
             x, steps, dA_cumsum, B, CB, dy, dadded, D=D
@@ -103,9 +103,8 @@ def _states_before_chunks(
     """Rounded, as they are multiplied; and the states after documents."""
     added = kernels._chunk_state_fwd(B, x, steps, dA_cumsum, states_in_fp32=True)
     return pass_states_fwd(
-        added, dA_cumsum, grid.cu_chunks, initial_states, x.dtype,
-        return_final_states=return_final_states,
-    )  # fmt: skip
+        added, dA_cumsum, grid, initial_states, x.dtype, return_final_states=return_final_states
+    )
 
 
 def _row_of(grid: ChunkGrid, tokens: Tensor) -> Tensor:
