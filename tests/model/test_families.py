@@ -144,9 +144,13 @@ def test_errs_like_eager_documents_alone(monkeypatch, name, dtype):
         # the kernels that a GPU may have are not eager PyTorch
         monkeypatch.setattr(module, "is_fast_path_available", False)
     tokens, layout = draw_tokens(VOCAB).to(DEVICE), LAYOUT.to(DEVICE)
+    build = MIXER_FAMILIES[name]
+    if name == "Mamba-2":
+        # beside a limit, rounding decides whether a step has a gradient
+        build = partial(build, time_step_limit=(0.0, float("inf")))
     errors = {}
     for seed in range(3):
-        eager = make(MIXER_FAMILIES[name], dtype, seed).to(DEVICE)
+        eager = make(build, dtype, seed).to(DEVICE)
         packed, _ = dispatched(eager)
         # the values of the low-precision model, in float64
         oracle = copy.deepcopy(eager).double()

@@ -16,7 +16,7 @@ from xtuner_mamba.layout import IGNORE_INDEX, PackedLayout
 from xtuner_mamba.model import dispatch_packed, loss
 from xtuner_mamba.model.dispatch import mamba, mamba_lm
 from xtuner_mamba.model.loss import packed_loss
-from xtuner_mamba.ops import causal_conv1d, halves, selective_scan
+from xtuner_mamba.ops import causal_conv1d, parts, selective_scan
 from xtuner_mamba.ops.causal_conv1d import ForkedConv
 from xtuner_mamba.ops.causal_conv1d import triton as conv_triton
 from xtuner_mamba.ops.selective_scan import triton
@@ -595,13 +595,16 @@ def mixer_kernels(monkeypatch):
 def autograd_lays_and_adds(mixer_kernels, monkeypatch):
     """Leave to PyTorch what the kernels do while they read and write gradients anyway."""
 
+    def split_by_autograd(whole, sizes):
+        return whole.split(sizes, dim=-1), len(sizes) * [None]
+
     def conv_for_one_reader(*args, fork, dx_out, **options):
         y = causal_conv1d(*args, impl="triton", **options)
         return ForkedConv(y, y, None)
 
     def use():
         monkeypatch.setattr(mamba, "causal_conv1d", conv_for_one_reader)
-        monkeypatch.setattr(mamba, "split_halves", lambda xz: (*xz.chunk(2, dim=-1), None, None))
+        monkeypatch.setattr(mamba, "split_parts", split_by_autograd)
 
     return use
 
@@ -653,13 +656,13 @@ def test_gradients_are_those_that_autograd_lays_and_adds(autograd_lays_and_adds,
 def test_the_gradient_of_in_proj_is_where_conv_and_scan_wrote_it(
     mixer_kernels, monkeypatch, recompute
 ):
-    original, written = halves.GradientHalf.allocate, []
+    original, written = parts.GradientPart.allocate, []
 
     def allocate(self):
         written.append(original(self))
         return written[-1]
 
-    monkeypatch.setattr(halves.GradientHalf, "allocate", allocate)
+    monkeypatch.setattr(parts.GradientPart, "allocate", allocate)
     model, arrived = make_model(hidden_size=8, num_hidden_layers=1), []
     dispatch_packed(model, fuse_norm=False, recompute=recompute)
     model.backbone.layers[0].mixer.in_proj.register_forward_hook(

@@ -18,7 +18,8 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.model import dispatch_packed
-from xtuner_mamba.model.dispatch import mamba2
+from xtuner_mamba.model.dispatch import mamba, mamba2
+from xtuner_mamba.ops import causal_conv1d, parts, ssd
 from xtuner_mamba.ops.ssd import mamba_ssm
 from xtuner_mamba.testing import relative_rms
 
@@ -161,6 +162,68 @@ def test_mamba2_is_the_recurrence_with_the_norm_of_mamba_ssm(settings, monkeypat
     monkeypatch.setattr(mamba2, "why_not_mamba_ssm", lambda y: None)
     monkeypatch.setattr(mamba_ssm, "_kernels", lambda: ssd_stand_ins)
     test_mamba2_is_the_recurrence(settings)
+
+
+@pytest.fixture
+def mixer_kernels(monkeypatch):
+    """Let a mixer run as on a GPU: our kernels interpreted elsewhere, mamba_ssm's stood in for."""
+    monkeypatch.setattr(mamba, "causal_conv1d", partial(causal_conv1d, impl="triton"))
+    monkeypatch.setattr(mamba2, "why_not_mamba_ssm", lambda y: None)
+    monkeypatch.setattr(mamba_ssm, "why_not_mamba_ssm", lambda x: None)
+    monkeypatch.setattr(mamba_ssm, "_kernels", lambda: ssd_stand_ins)
+    monkeypatch.setattr(mamba2, "ssd", partial(ssd, impl="mamba_ssm"))
+
+
+@pytest.mark.usefixtures("mixer_kernels")
+@pytest.mark.parametrize("settings", [{}, dict(d_inner=32, d_ssm=16)], ids=str)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_of_parts_are_where_ops_wrote_them(recompute, settings, monkeypatch):
+    allocate, split_parts, written, arrived = parts.GradientPart.allocate, parts.split_parts, [], []
+
+    def note_written(self):
+        written.append(allocate(self))
+        return written[-1]
+
+    def note_arrived(whole, sizes):
+        whole.register_hook(arrived.append)
+        return split_parts(whole, sizes)
+
+    monkeypatch.setattr(parts.GradientPart, "allocate", note_written)
+    monkeypatch.setattr(mamba2, "split_parts", note_arrived)
+    torch.manual_seed(0)
+    mixer = Mamba2(**settings)
+    dispatch_packed(mixer, recompute=recompute)
+    with LAYOUT.published():
+        mixer(draw_hidden_states().float()).sum().backward()
+    # recomputed, that of in_proj is cut twice
+    dconvolved, dprojected, *_ = arrived
+    dim, first = mixer.d_ssm, 2 * (32 - mixer.d_ssm)
+    dz, dx, dB, dC, dxBC = written
+    for part, place in zip((dx, dB, dC), dconvolved.split([dim, 5, 5], dim=-1)):
+        assert part.is_set_to(place)
+    assert dz.is_set_to(dprojected[..., first : first + dim])
+    assert dxBC.is_set_to(dprojected[..., first + dim : -mixer.dt_bias.numel()])
+
+
+@pytest.mark.usefixtures("mixer_kernels")
+@pytest.mark.parametrize(
+    ("settings", "recompute"), [({}, True), (dict(ngroups=2), False), (dict(d_ssm=16), False)]
+)
+def test_gradients_are_those_that_autograd_lays_side_by_side(recompute, settings, monkeypatch):
+    def run():
+        torch.manual_seed(0)
+        mixer = Mamba2(**settings)
+        dispatch_packed(mixer, recompute=recompute)
+        with LAYOUT.published():
+            return outputs_and_parameter_grads(mixer, mixer, draw_hidden_states().float())
+
+    def split_by_autograd(whole, sizes):
+        return whole.split(sizes, dim=-1), len(sizes) * [None]
+
+    actual = run()
+    monkeypatch.setattr(mamba2, "split_parts", split_by_autograd)
+    for name, expected in run().items():
+        assert torch.equal(actual[name], expected), name
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

@@ -86,8 +86,22 @@ def _chunk_scan_chunk_state_bwd_dx(x, steps, dA_cumsum, B, CB, dout, dstates, *,
     return dx, dsteps, dD[0] if dD else None
 
 
-def rmsnorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate):
+def _layer_norm_fwd(x, weight, bias, eps, *, z, out, is_rms_norm, **settings):
     assert bias is None
+    assert is_rms_norm
+    out.copy_(_gated_norm(x, z, weight, eps, **settings))
+    return out, None, x.new_empty(0)
+
+
+def _layer_norm_bwd(dy, x, weight, bias, eps, mean, rstd, *, z, dz, is_rms_norm, **settings):
+    assert dz.shape == z.shape
+    dx, theirs, dweight = _gradients(
+        lambda *leaves: _gated_norm(*leaves, eps, **settings), dy, x, z, weight
+    )
+    return dx, dweight, None, dz.copy_(theirs)
+
+
+def _gated_norm(x, z, weight, eps, *, group_size, norm_before_gate):
     if not norm_before_gate:
         x = x * F.silu(z)
     x = F.rms_norm(x.unflatten(-1, (-1, group_size)), (group_size,), eps=eps).flatten(-2) * weight
@@ -102,7 +116,10 @@ def _from_states(C, dA_cumsum, states):
 
 def _within(CB, x, steps, dA_cumsum, D=None):
     sums = dA_cumsum[0]
-    decays = (sums[..., None] - sums[..., None, :]).exp().tril()
+    between = sums[..., None] - sums[..., None, :]
+    causal = torch.ones_like(between, dtype=torch.bool).tril()
+    # filled before the exponential, whose overflow has no gradient
+    decays = between.masked_fill(~causal, -torch.inf).exp()
     CB = CB[0].repeat_interleave(len(sums) // CB.shape[2], dim=1)
     x_c = x[0].unflatten(0, (-1, sums.shape[-1]))
     y = torch.einsum("chls,hcls,hcs,cshp->clhp", CB, decays, steps[0], x_c)

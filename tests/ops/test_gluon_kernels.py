@@ -16,7 +16,7 @@ import torch
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.ops import backward_follows, selective_scan
-from xtuner_mamba.ops.halves import split_halves
+from xtuner_mamba.ops.parts import split_parts
 from xtuner_mamba.ops.selective_scan import api, chunks, gluon_support
 from xtuner_mamba.testing import (
     assert_errs_like_eager,
@@ -294,8 +294,9 @@ def test_the_gradient_of_the_gate_is_written_where_it_is_told():
     inputs = {name: t.to(DEVICE) for name, t in make_small().items()}
     whole = torch.cat(2 * [inputs["z"]], dim=2).requires_grad_()
     dy = eighths(inputs["x"].shape).to(DEVICE)
+    (_, part), (_, told) = split_parts(whole, [128, 128])
     grads = []
-    for z, dz_out in ((whole.chunk(2, dim=2)[1], None), split_halves(whole)[1::2]):
+    for z, dz_out in ((whole.chunk(2, dim=2)[1], None), (part, told)):
         y = selective_scan(**inputs | {"z": z, "dz_out": dz_out}, dt_softplus=True, impl="gluon")
         grads += torch.autograd.grad(y, z, dy.to(y))
     plain, told = grads

@@ -325,14 +325,14 @@ def test_a_package_without_one_of_the_kernels_is_named(monkeypatch):
         monkeypatch.setitem(sys.modules, f"mamba_ssm.ops.triton.{module}", found)
     monkeypatch.setattr(mamba_ssm.importlib.metadata, "version", lambda name: "2.3.2.post1")
     assert mamba_ssm.why_not_installed() is None
-    assert mamba_ssm._kernels().rmsnorm_fn == "the rmsnorm_fn"
+    assert mamba_ssm._kernels()._layer_norm_fwd == "the _layer_norm_fwd"
     assert switches == [True]
     mamba_ssm.why_not_installed.cache_clear()
     mamba_ssm._kernels.cache_clear()
-    del found.rmsnorm_fn
+    del found._layer_norm_fwd
     assert mamba_ssm.why_not_installed() == (
         "mamba-ssm must be importable, got "
-        "ImportError('mamba_ssm.ops.triton.layernorm_gated has no rmsnorm_fn')"
+        "ImportError('mamba_ssm.ops.triton.layernorm_gated has no _layer_norm_fwd')"
     )
 
 

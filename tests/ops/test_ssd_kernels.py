@@ -31,8 +31,8 @@ def make_grid(lengths):
     return ChunkGrid.from_cu_seqlens(cu_seqlens, CHUNK)
 
 
-# narrower and wider than a program's step
-@pytest.mark.parametrize("dim", [3, 5000])
+# a program takes many rows, two, or one in steps
+@pytest.mark.parametrize("dim", [3, 900, 2500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_rows_are_copied_to_the_bit(dtype, dim):
     grid = make_grid([3, 1, 5])
@@ -46,6 +46,12 @@ def test_rows_are_copied_to_the_bit(dtype, dim):
     torch.testing.assert_close(row, expected, rtol=0, atol=0, equal_nan=True)
     back = copy_rows(row, grid.slots)
     torch.testing.assert_close(back, tokens, rtol=0, atol=0, equal_nan=True)
+    # into a part of wider rows, the rest of which stays as it is
+    whole = torch.full((9, 2 * dim + 3), 7.0, dtype=dtype, device=DEVICE)
+    part = whole[:, 2 : 2 + 2 * dim].view(9, 2, dim)
+    assert copy_rows(row, grid.slots, part) is part
+    torch.testing.assert_close(part, tokens, rtol=0, atol=0, equal_nan=True)
+    assert whole[:, [0, 1, -1]].eq(7).all()
 
 
 def make_states(grid, num_seqs, *, nheads=2, headdim=3, dstate=500, seed=0):
@@ -60,12 +66,10 @@ def make_states(grid, num_seqs, *, nheads=2, headdim=3, dstate=500, seed=0):
 
 def pass_states(grid, added, dA_cumsum, initial_states, dstates, dfinal_states):
     """Results of both kernels, by name."""
-    states = added.clone()
-    args = states, dA_cumsum, grid.cu_chunks, initial_states, torch.float32
-    rounded, final_states = pass_states_fwd(*args, in_place=True, return_final_states=True)
-    assert torch.equal(rounded.nan_to_num(), states.nan_to_num())
+    args = added, dA_cumsum, grid, initial_states, torch.float32
+    states, final_states = pass_states_fwd(*args, return_final_states=True)
     dadded, ddecays, dinitial_states = pass_states_bwd(
-        dstates, states, dA_cumsum, grid.cu_chunks, initial_states, dfinal_states, torch.float32
+        dstates, states, dA_cumsum, grid, initial_states, dfinal_states, torch.float32
     )
     results = dict(states=states, final_states=final_states, dadded=dadded, ddecays=ddecays)
     if initial_states is not None:
@@ -113,31 +117,33 @@ def test_no_states_given_are_zeros():
         assert torch.equal(result, zeros[name]), name
 
 
-def test_states_are_rounded_once_and_in_place_only_if_asked():
+def test_states_are_rounded_once():
     grid = make_grid([9, 1, 6])
     added, dA_cumsum, initial_states = make_states(grid, 3)
-    args = dA_cumsum, grid.cu_chunks, initial_states.half(), torch.float16
-    states = added.clone()
-    rounded, final_states = pass_states_fwd(
-        states, *args, in_place=False, return_final_states=False
-    )
-    assert final_states is None
-    assert torch.equal(states, added)
-    in_place, _ = pass_states_fwd(states, *args, in_place=True, return_final_states=True)
-    assert torch.equal(in_place, rounded)
-    assert torch.equal(states.half(), rounded)
-    assert not torch.equal(states, rounded)
+    args = added, dA_cumsum, grid, initial_states.half()
+    states, final_states = pass_states_fwd(*args, torch.float32, return_final_states=True)
+    rounded, unwanted = pass_states_fwd(*args, torch.float16, return_final_states=False)
+    assert unwanted is None
+    assert torch.equal(rounded, states.half())
+    assert not torch.equal(rounded, states)
+    _, again = pass_states_fwd(*args, torch.float16, return_final_states=True)
+    assert torch.equal(again, final_states)
+    assert final_states.dtype == torch.float32
 
 
 def test_gradients_of_states_are_given_in_the_dtype_of_each():
     grid = make_grid([9, 1, 6])
     added, dA_cumsum, initial_states = make_states(grid, 3)
-    args = added, added, dA_cumsum, grid.cu_chunks
+    args = added, added, dA_cumsum, grid
     wide = pass_states_bwd(*args, initial_states, None, torch.float32)
     low = pass_states_bwd(*args, initial_states.half(), None, torch.float16)
     assert torch.equal(low[0], wide[0].half())
     assert torch.equal(low[1], wide[1])
     assert torch.equal(low[2], wide[2].half())
+    # nothing is computed in the dtype of the states
+    rest = dA_cumsum, grid, None, None, torch.float32
+    low, wide = (pass_states_bwd(added, t, *rest) for t in (added.half(), added.half().float()))
+    assert torch.equal(low[1], wide[1])
 
 
 def test_states_of_a_document_are_its_own():
@@ -237,8 +243,8 @@ def test_states_are_kept_for_a_backward_that_follows_at_once():
     for name in kept:
         assert torch.equal(kept[name], made_again[name]), name
     assert len(sizes) == len(without)
-    # twice, 9 chunks, 4 heads of 3 channels of 5 states
-    assert sum(sizes) == sum(without) + 2 * 9 * 4 * 3 * 5
+    # 9 chunks, 4 heads of 3 channels of 5 states
+    assert sum(sizes) == sum(without) + 9 * 4 * 3 * 5
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -20,7 +20,7 @@ from xtuner_mamba.layout import PackedLayout, check_cu_seqlens
 from xtuner_mamba.ops import causal_conv1d, selective_scan
 from xtuner_mamba.ops.causal_conv1d import triton_bwd as conv_bwd
 from xtuner_mamba.ops.causal_conv1d.triton_fwd import GROUP, tokens_of_a_program
-from xtuner_mamba.ops.halves import split_halves
+from xtuner_mamba.ops.parts import split_parts
 from xtuner_mamba.ops.selective_scan import chunks, triton_bwd
 from xtuner_mamba.ops.selective_scan.triton_fwd import CHUNK
 from xtuner_mamba.testing import (
@@ -560,8 +560,9 @@ def test_a_gradient_is_written_where_it_is_told(op, i_half):
     dy = eighths(inputs["x"].shape)
     expected = run(op, inputs, incoming=(dy, torch.zeros_like(inputs["initial_states"])))
     leaves = {k: t.to(DEVICE) for k, t in inputs.items()}
-    halves = split_halves(torch.cat(2 * [leaves[name]], dim=2).requires_grad_())
-    leaves |= {name: halves[i_half], out: halves[2 + i_half]}
+    whole = torch.cat(2 * [leaves[name]], dim=2).requires_grad_()
+    halves, gradients = split_parts(whole, [24, 24])
+    leaves |= {name: halves[i_half], out: gradients[i_half]}
     y = OPS[op](**leaves, **OPTIONS[op], impl="triton")
     (gradient,) = torch.autograd.grad(y, halves[i_half], dy.to(DEVICE))
     # other strides are another kernel, which may contract other products
@@ -575,7 +576,7 @@ def gradients_of_halves(split):
     scan = {k: t.to(DEVICE) for k, t in make_scan(LENGTHS, dim=24).items()}
     conv = {k: t.to(DEVICE) for k, t in make_conv_inputs(LENGTHS, dim=24).items()}
     whole = torch.cat([scan["x"], scan["z"]], dim=2).requires_grad_()
-    x, z, dx_out, dz_out = split(whole)
+    (x, z), (dx_out, dz_out) = split(whole, [24, 24])
     x = causal_conv1d(**conv | {"x": x}, activation="silu", dx_out=dx_out, impl="triton")
     y = selective_scan(**scan | {"x": x, "z": z}, dt_softplus=True, dz_out=dz_out, impl="triton")
     return torch.autograd.grad(y, [whole, x, z], eighths(y.shape).to(DEVICE))
@@ -585,8 +586,8 @@ def gradients_of_halves(split):
 def test_gradients_of_two_halves_are_written_side_by_side(is_cut, request):
     if is_cut:
         request.getfixturevalue("cut")
-    apart = gradients_of_halves(lambda whole: (*whole.chunk(2, dim=2), None, None))
-    together = gradients_of_halves(split_halves)
+    apart = gradients_of_halves(lambda *args: (torch.split(*args, dim=2), (None, None)))
+    together = gradients_of_halves(split_parts)
     assert all(map(torch.equal, together, apart))
     dwhole, _, dz = together
     assert dz.data_ptr() == dwhole.data_ptr() + 24 * dwhole.element_size()

@@ -20,7 +20,7 @@ from xtuner_mamba.model.dispatch.cached_rows import CachedRows, refuse_cache_wit
 from xtuner_mamba.model.dispatch.continued_rows import ContinuedRows
 from xtuner_mamba.model.dispatch.kept_outputs import Kept, keep_outputs, project_once, take_outputs
 from xtuner_mamba.ops import backward_follows, causal_conv1d, rms_norm, selective_scan
-from xtuner_mamba.ops.halves import GradientHalf, split_halves
+from xtuner_mamba.ops.parts import GradientPart, split_parts
 
 Rows = CachedRows | ContinuedRows
 """Where states come from and go to, if not every sequence begins and ends here."""
@@ -145,10 +145,15 @@ class _SecondRun(AbstractContextManager):
 
 
 def convolve(
-    self: nn.Module, x: Tensor, *, cu_seqlens: Tensor | None = None, rows: Rows | None = None
+    self: nn.Module,
+    x: Tensor,
+    *,
+    cu_seqlens: Tensor | None,
+    rows: Rows | None,
+    dx_out: GradientPart | None,
 ) -> Tensor:
     """Conv and activation, ``(batch, seqlen, dim)`` in and out."""
-    return _convolve_for_two(self, x, cu_seqlens=cu_seqlens, rows=rows)[0]
+    return _convolve_for_two(self, x, cu_seqlens=cu_seqlens, rows=rows, dx_out=dx_out)[0]
 
 
 def _convolve_for_two(
@@ -157,7 +162,7 @@ def _convolve_for_two(
     *,
     cu_seqlens: Tensor | None,
     rows: Rows | None,
-    dx_out: GradientHalf | None = None,
+    dx_out: GradientPart | None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`convolve`, the result once for each of two readers."""
     silu = self.activation in ("silu", "swish")
@@ -277,7 +282,7 @@ def _mix(
         x, z = xz.unflatten(-1, (-1, 2)).unbind(-1)
         dx_out = dz_out = None
     else:
-        x, z, dx_out, dz_out = split_halves(xz)
+        (x, z), (dx_out, dz_out) = split_parts(xz, 2 * [xz.shape[-1] // 2])
     x, x_fork = _convolve_for_two(self, x, cu_seqlens=cu_seqlens, rows=rows, dx_out=dx_out)
     if family == "ZambaMambaMixer":
         heads = _zamba_heads(self, x_fork)
@@ -325,7 +330,7 @@ def _scan(
     *,
     cu_seqlens: Tensor | None,
     rows: Rows | None,
-    dz_out: GradientHalf | None,
+    dz_out: GradientPart | None,
     **out_proj: Tensor | None,
 ) -> Tensor:
     """Run the recurrence and the gate, head by head.

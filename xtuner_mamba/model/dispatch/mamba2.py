@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from xtuner_mamba.model.dispatch.cached_rows import CachedRows, refuse_cache_with_packs
 from xtuner_mamba.model.dispatch.mamba import Rows, convolve, mix_documents
 from xtuner_mamba.ops import ssd
+from xtuner_mamba.ops.parts import GradientPart, split_parts
 from xtuner_mamba.ops.ssd.mamba_ssm import gated_rms_norm, why_not_mamba_ssm
 
 
@@ -107,11 +108,13 @@ def _mix(
     conv_dim = settings.dim + 2 * settings.ngroups * settings.dstate
     # mamba_ssm may leave some channels to a gate alone
     gated_dim = (projected.shape[-1] - settings.dim - conv_dim - nheads) // 2
-    gate, gated, z, xBC, dt = projected.split(
-        [gated_dim, gated_dim, settings.dim, conv_dim, nheads], dim=-1
+    (gate, gated, z, xBC, dt), (_, _, dz_out, dconv_out, _) = split_parts(
+        projected, [gated_dim, gated_dim, settings.dim, conv_dim, nheads]
     )
-    xBC = convolve(self, xBC, cu_seqlens=cu_seqlens, rows=rows)
-    x, B, C = xBC.split([settings.dim, *2 * [settings.ngroups * settings.dstate]], dim=-1)
+    xBC = convolve(self, xBC, cu_seqlens=cu_seqlens, rows=rows, dx_out=dconv_out)
+    (x, B, C), dxBC_out = split_parts(
+        xBC, [settings.dim, *2 * [settings.ngroups * settings.dstate]]
+    )
     y = ssd(
         x.unflatten(-1, (nheads, settings.headdim)),
         dt,
@@ -126,17 +129,20 @@ def _mix(
         cu_seqlens=cu_seqlens,
         initial_states=None if rows is None else rows.initial_ssm_states(),
         return_final_states=rows is not None,
+        dxBC_out=dxBC_out,
     )
     if rows is not None:
         y, final_states = y
         rows.keep_ssm_states(final_states)
-    y = _gate_and_norm(self, y.flatten(2), z, settings)
+    y = _gate_and_norm(self, y.flatten(2), z, settings, dz_out)
     if gated_dim:
         y = torch.cat([F.silu(gate) * gated, y], dim=-1)
     return self.out_proj(y)
 
 
-def _gate_and_norm(self: nn.Module, y: Tensor, z: Tensor, settings: _Settings) -> Tensor:
+def _gate_and_norm(
+    self: nn.Module, y: Tensor, z: Tensor, settings: _Settings, dz_out: GradientPart
+) -> Tensor:
     """Gate and norm ``(batch, seqlen, dim)``, rounded once.
 
     Each group of heads has a mean square of its own, as in mamba_ssm and in the kernel by which
@@ -150,6 +156,7 @@ def _gate_and_norm(self: nn.Module, y: Tensor, z: Tensor, settings: _Settings) -
             settings.norm_eps,
             group_size=settings.dim // settings.ngroups,
             norm_before_gate=settings.norm_before_gate,
+            dz_out=dz_out,
         )
     dtype = torch.promote_types(y.dtype, torch.float32)
     wide, gate = y.to(dtype), F.silu(z.to(dtype))

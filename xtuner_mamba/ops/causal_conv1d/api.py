@@ -21,7 +21,7 @@ from torch import Tensor
 
 from xtuner_mamba.ops.autocast import without_autocast
 from xtuner_mamba.ops.checks import check_tensors, resolve_cu_seqlens
-from xtuner_mamba.ops.halves import GradientHalf
+from xtuner_mamba.ops.parts import GradientPart
 
 Impl = Literal["triton", "cpu", "reference"]
 
@@ -62,7 +62,7 @@ def causal_conv1d(
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
     fork: bool = False,
-    dx_out: GradientHalf | None = None,
+    dx_out: GradientPart | None = None,
     impl: Impl | None = None,
 ) -> Tensor | ConvWithStates | ForkedConv:
     """Convolve every document on its own, as if each were alone in the batch.
@@ -82,8 +82,8 @@ def causal_conv1d(
             shorter document led by its initial state (or zeros).
         fork: Return the result twice, for two readers. On a GPU the backward adds the gradients of
             both as it reads them, unrounded, and spares the pass in which autograd would.
-        dx_out: Where the backward on a GPU writes the gradient of ``x``, one of the
-            :class:`~xtuner_mamba.ops.halves.Halves`; elsewhere nothing is changed by it.
+        dx_out: Where the backward on a GPU writes the gradient of ``x``, one of the ``gradients``
+            of :func:`~xtuner_mamba.ops.parts.split_parts`; elsewhere nothing is changed by it.
         impl: ``"triton"`` runs on a GPU, ``"cpu"`` on a CPU in compiled loops, ``"reference"`` in
             plain PyTorch, anywhere. ``None`` takes the first on a GPU and the second elsewhere;
             a named one is never switched.

@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 from xtuner_mamba.ops.causal_conv1d.cpu_bwd import conv_bwd
 from xtuner_mamba.ops.causal_conv1d.cpu_fwd import conv_fwd
 from xtuner_mamba.ops.cpu_support import check_cpu_takes
-from xtuner_mamba.ops.halves import GradientHalf
+from xtuner_mamba.ops.parts import GradientPart
 
 # tokens whose rows a kernel holds at a time
 _CHUNK = 64
@@ -16,7 +16,7 @@ _CHUNK = 64
 def causal_conv1d_cpu(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None,
     cu_seqlens: Tensor, activation: str | None, *, return_final_states: bool,
-    dx_out: GradientHalf | None = None,
+    dx_out: GradientPart | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.causal_conv1d`; ``dx_out`` is not made use of."""
     check_cpu_takes(x)

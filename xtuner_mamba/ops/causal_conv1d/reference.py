@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xtuner_mamba.ops.halves import GradientHalf
+from xtuner_mamba.ops.parts import GradientPart
 
 
 def causal_conv1d_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None,
     cu_seqlens: Tensor, activation: str | None, *, return_final_states: bool,
-    dx_out: GradientHalf | None = None,
+    dx_out: GradientPart | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.causal_conv1d`.
 

@@ -7,14 +7,14 @@ from torch.autograd.function import once_differentiable
 from xtuner_mamba.layout import derived_from
 from xtuner_mamba.ops.causal_conv1d.triton_bwd import _conv_bwd
 from xtuner_mamba.ops.causal_conv1d.triton_fwd import _conv_fwd
-from xtuner_mamba.ops.halves import GradientHalf
+from xtuner_mamba.ops.parts import GradientPart
 from xtuner_mamba.ops.triton_support import check_triton_takes, with_unit_stride
 
 
 def causal_conv1d_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None,
     cu_seqlens: Tensor, activation: str | None, *, return_final_states: bool,
-    dx_out: GradientHalf | None = None,
+    dx_out: GradientPart | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.causal_conv1d`."""
     check_triton_takes(x, "take impl='reference'")

@@ -31,7 +31,7 @@ from xtuner_mamba.ops.checks import (
     check_tensors,
     resolve_cu_seqlens,
 )
-from xtuner_mamba.ops.halves import GradientHalf
+from xtuner_mamba.ops.parts import GradientPart
 
 _logger = logging.getLogger(__name__)
 # conditions of the Gluon kernels that failed: each is told of once
@@ -70,7 +70,7 @@ def selective_scan(
     return_final_states: bool = False,
     out_proj_weight: Tensor | None = None,
     out_proj_bias: Tensor | None = None,
-    dz_out: GradientHalf | None = None,
+    dz_out: GradientPart | None = None,
     impl: Impl | None = None,
 ) -> Tensor | ScanWithStates:
     """Scan every document on its own, as if each were alone in the batch.
@@ -96,8 +96,8 @@ def selective_scan(
             ``(out_dim, dim)``. A GPU does not keep its input for the backward, which makes it as
             it goes.
         out_proj_bias: Bias of that layer, ``(out_dim,)``.
-        dz_out: Where the backward on a GPU writes the gradient of ``z``, one of the
-            :class:`~xtuner_mamba.ops.halves.Halves`; elsewhere nothing is changed by it.
+        dz_out: Where the backward on a GPU writes the gradient of ``z``, one of the ``gradients``
+            of :func:`~xtuner_mamba.ops.parts.split_parts`; elsewhere nothing is changed by it.
         impl: ``"gluon"`` is the fastest, for 16-bit inputs on a Hopper GPU, ``"triton"`` runs on
             any GPU, ``"cpu"`` on a CPU in compiled loops, ``"reference"`` is the definition,
             token by token. ``None`` takes the first that can do it, and logs once why that is not

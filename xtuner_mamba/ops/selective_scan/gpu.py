@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xtuner_mamba.ops.halves import GradientHalf
+from xtuner_mamba.ops.parts import GradientPart
 from xtuner_mamba.ops.selective_scan.chunks import (
     adjoints_after_chunks,
     schedule_documents,
@@ -33,7 +33,7 @@ def scan_on_gpu(
     kernels: Kernels, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     z: Tensor | None, dt_bias: Tensor | None, initial_states: Tensor | None, cu_seqlens: Tensor,
     dt_softplus: bool, *, A_is_log: bool, return_final_states: bool,
-    out_proj: tuple[Tensor | None, Tensor | None], dz_out: GradientHalf | None,
+    out_proj: tuple[Tensor | None, Tensor | None], dz_out: GradientPart | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.selective_scan`."""
     # kernels are launched on the current device, which need not be that of x
@@ -157,7 +157,7 @@ class SelectiveScanFunction(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _allocate_dz(z: Tensor, dz_out: GradientHalf | None) -> Tensor:
+def _allocate_dz(z: Tensor, dz_out: GradientPart | None) -> Tensor:
     """Return memory for the gradient of z, ``(total, dim)``."""
     if dz_out is None:
         return z.new_empty(z.shape)

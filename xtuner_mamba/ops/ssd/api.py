@@ -20,6 +20,7 @@ Dimensions:
 """
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 from typing import Literal, NamedTuple, overload
 
@@ -33,6 +34,7 @@ from xtuner_mamba.ops.checks import (
     check_tensors,
     resolve_cu_seqlens,
 )
+from xtuner_mamba.ops.parts import GradientPart
 
 _logger = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ def ssd(
     cu_seqlens: Tensor | None = None,
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
+    dxBC_out: Sequence[GradientPart] | None = None,
     chunk_size: int | None = None,
     impl: Impl | None = None,
 ) -> Tensor | SsdWithStates:
@@ -91,6 +94,9 @@ def ssd(
         initial_states: State before each document's first token,
             ``(num_seqs, nheads, headdim, dstate)``.
         return_final_states: Also return the state after each document's last token.
+        dxBC_out: Where the backward of ``"mamba_ssm"`` writes the gradients of ``x``, ``B`` and
+            ``C``, the ``gradients`` of :func:`~xtuner_mamba.ops.parts.split_parts`; elsewhere
+            nothing is changed by it.
         chunk_size: Tokens of a document that are multiplied at once. Without influence on the
             result but for rounding; ``None`` leaves it to the implementation.
         impl: ``"mamba_ssm"`` are that package's Triton kernels, for 16-bit inputs on a GPU;
@@ -127,7 +133,7 @@ def ssd(
         op = _resolve(impl or _choose_impl(x))
         y, final_states = op(
             x_, dt, A, B_, C_, D, z_, initial_states, cu_seqlens, chunk_size,
-            return_final_states=return_final_states,
+            return_final_states=return_final_states, dxBC_out=dxBC_out,
         )  # fmt: skip
     y = y.view(x.shape)
     return SsdWithStates(y, final_states) if return_final_states else y

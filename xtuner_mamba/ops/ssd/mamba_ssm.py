@@ -7,6 +7,7 @@ Here no chunk holds tokens of two documents, and states pass from chunk to chunk
 
 import importlib
 import importlib.metadata
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from xtuner_mamba.ops.parts import GradientPart
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid, chunk_size_for
 
 _HALVES = torch.float16, torch.bfloat16
@@ -40,14 +42,14 @@ _KERNELS = {
         "_chunk_scan_bwd_ddAcs_stable",
     ),
     "ssd_combined": ("_chunk_scan_chunk_state_bwd_dx",),
-    "layernorm_gated": ("rmsnorm_fn",),
+    "layernorm_gated": ("_layer_norm_fwd", "_layer_norm_bwd"),
 }
 
 
 def ssd_mamba_ssm(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
     initial_states: Tensor | None, cu_seqlens: Tensor, chunk_size: int | None,
-    *, return_final_states: bool,
+    *, return_final_states: bool, dxBC_out: Sequence[GradientPart] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.ssd`; rows are laid end to end, step sizes are final."""
     from xtuner_mamba.ops.ssd.mamba_ssm_function import SsdFunction
@@ -60,12 +62,19 @@ def ssd_mamba_ssm(
     # kernels are launched on the current device, which need not be that of x
     with torch.cuda.device_of(x):
         return SsdFunction.apply(
-            x, dt, A, B, C, D, z, initial_states, grid, _kernels(), return_final_states
+            x, dt, A, B, C, D, z, initial_states, grid, _kernels(), return_final_states, dxBC_out
         )
 
 
 def gated_rms_norm(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, *, group_size: int, norm_before_gate: bool
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    group_size: int,
+    norm_before_gate: bool,
+    dz_out: GradientPart | None = None,
 ) -> Tensor:
     """Gate and norm groups of channels with mamba_ssm's kernel, rounded once.
 
@@ -76,11 +85,17 @@ def gated_rms_norm(
         eps: Added to the mean squares.
         group_size: Channels that have a mean square of their own.
         norm_before_gate: Gate what was normed; norm what was gated otherwise.
+        dz_out: Where the backward writes the gradient of ``z``, one of the ``gradients`` of
+            :func:`~xtuner_mamba.ops.parts.split_parts`.
 
     Returns:
         ``(..., dim)`` in the dtype of ``x``.
     """
-    return _kernels().rmsnorm_fn(x, weight, None, z, eps, group_size, norm_before_gate)
+    from xtuner_mamba.ops.ssd.gated_norm import GatedRmsNormFunction
+
+    return GatedRmsNormFunction.apply(
+        x, z, weight, eps, group_size, norm_before_gate, _kernels(), dz_out
+    )
 
 
 def _check_chunks(grid: ChunkGrid, x: Tensor, B: Tensor) -> None:

@@ -5,12 +5,14 @@ kernels hand from chunk to chunk. All chunks of all documents stand in one row; 
 read none but their own chunk and its states.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from xtuner_mamba.ops.parts import GradientPart
 from xtuner_mamba.ops.selective_scan.recomputation import is_backward_next
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid
 from xtuner_mamba.ops.ssd.triton_rows import copy_rows
@@ -28,35 +30,35 @@ class SsdFunction(torch.autograd.Function):
         ctx, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
         z: Tensor | None, initial_states: Tensor | None, grid: ChunkGrid,
         kernels: SimpleNamespace, return_final_states: bool,
+        dxBC_out: Sequence[GradientPart] | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         x, dt, B, C = (_row_of(grid, t) for t in (x, dt, B, C))
         z = None if z is None else _row_of(grid, z)
         D = None if D is None else D.contiguous()
         dA_cumsum, steps = kernels._chunk_cumsum_fwd(dt, A, grid.chunk_size)
-        keep = is_backward_next()
-        states, rounded, final_states = _states_before_chunks(
-            B, x, steps, dA_cumsum, initial_states, grid, kernels, keep, return_final_states
+        states, final_states = _states_before_chunks(
+            B, x, steps, dA_cumsum, initial_states, grid, kernels, return_final_states
         )
         CB = kernels._bmm_chunk_fwd(C, B, grid.chunk_size, output_dtype=torch.float32)
-        y, ungated = kernels._chunk_scan_fwd(CB, x, steps, dA_cumsum, C, rounded, D=D, z=z)
-        ctx.grid, ctx.kernels = grid, kernels
-        kept = (states, rounded) if keep else (states.new_empty(0), rounded.new_empty(0))
+        y, ungated = kernels._chunk_scan_fwd(CB, x, steps, dA_cumsum, C, states, D=D, z=z)
+        ctx.grid, ctx.kernels, ctx.dxBC_out = grid, kernels, dxBC_out
+        kept = states if is_backward_next() else states.new_empty(0)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, *kept
+            x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, kept
         )
         return _tokens_of(grid, y), final_states
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor | None, dfinal_states: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, states, rounded = (
+        x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, states = (
             ctx.saved_tensors
         )
         grid, kernels, ngroups = ctx.grid, ctx.kernels, B.shape[2]
         if not len(states):
-            states, rounded, _ = _states_before_chunks(
-                B, x, steps, dA_cumsum, initial_states, grid, kernels, True, False
+            states, _ = _states_before_chunks(
+                B, x, steps, dA_cumsum, initial_states, grid, kernels, return_final_states=False
             )
         dy = torch.zeros_like(x) if dy is None else _row_of(grid, dy)
         dz = None
@@ -66,7 +68,7 @@ class SsdFunction(torch.autograd.Function):
             )
         dstates = kernels._chunk_scan_bwd_dstates(C, dA_cumsum, dy, dtype=torch.float32)
         dadded, ddecays, dinitial_states = pass_states_bwd(
-            dstates, states, dA_cumsum, grid.cu_chunks, initial_states, dfinal_states, x.dtype
+            dstates, states, dA_cumsum, grid, initial_states, dfinal_states, x.dtype
         )
         dx, dsteps, dD_of_x = kernels._chunk_scan_chunk_state_bwd_dx(
             x, steps, dA_cumsum, B, CB, dy, dadded, D=D
@@ -77,7 +79,7 @@ class SsdFunction(torch.autograd.Function):
             x, steps, dA_cumsum, dadded, B=B, ngroups=ngroups
         )
         dC_states, ddA_cumsum = kernels._chunk_scan_bwd_dC(
-            rounded, dA_cumsum, dy, C=C, ngroups=ngroups
+            states, dA_cumsum, dy, C=C, ngroups=ngroups
         )
         dCB = kernels._chunk_scan_bwd_dcb(x, steps, dA_cumsum, dy, ngroups=ngroups)
         dB = kernels._bmm_chunk_bwd(C, dCB, residual=dB_added)
@@ -87,27 +89,28 @@ class SsdFunction(torch.autograd.Function):
         ddA = kernels._chunk_scan_bwd_ddAcs_stable(x, steps, dA_cumsum, dy, CB)
         ddA += ddA_to_end + ddA_cumsum.flip(-1).cumsum(-1).flip(-1)
         ddt, dA, _ = kernels._chunk_cumsum_bwd(ddA, dsteps, dt, A)
-        dx, ddt, dB, dC = (_tokens_of(grid, t) for t in (dx, ddt, dB, dC))
+        outs = ctx.dxBC_out or 3 * [None]
+        dx, dB, dC = (_tokens_of(grid, t, out) for t, out in zip((dx, dB, dC), outs))
+        ddt = _tokens_of(grid, ddt)
         dz = None if dz is None else _tokens_of(grid, dz)
-        return dx, ddt, dA, dB, dC, dD, dz, dinitial_states, None, None, None
+        return dx, ddt, dA, dB, dC, dD, dz, dinitial_states, None, None, None, None
 
 
 def _states_before_chunks(
     B: Tensor, x: Tensor, steps: Tensor, dA_cumsum: Tensor, initial_states: Tensor | None,
-    grid: ChunkGrid, kernels: SimpleNamespace, keep: bool, return_final_states: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """As they are, if kept, and rounded to be multiplied; and the states after documents."""
-    states = kernels._chunk_state_fwd(B, x, steps, dA_cumsum, states_in_fp32=True)
-    rounded, final_states = pass_states_fwd(
-        states, dA_cumsum, grid.cu_chunks, initial_states, x.dtype,
-        in_place=keep, return_final_states=return_final_states,
-    )  # fmt: skip
-    return states, rounded, final_states
+    grid: ChunkGrid, kernels: SimpleNamespace, return_final_states: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Rounded, as they are multiplied; and the states after documents."""
+    added = kernels._chunk_state_fwd(B, x, steps, dA_cumsum, states_in_fp32=True)
+    return pass_states_fwd(
+        added, dA_cumsum, grid, initial_states, x.dtype, return_final_states=return_final_states
+    )
 
 
 def _row_of(grid: ChunkGrid, tokens: Tensor) -> Tensor:
     return copy_rows(tokens, grid.sources)[None]
 
 
-def _tokens_of(grid: ChunkGrid, row: Tensor) -> Tensor:
-    return copy_rows(row[0], grid.slots)
+def _tokens_of(grid: ChunkGrid, row: Tensor, out: GradientPart | None = None) -> Tensor:
+    memory = None if out is None else out.allocate().view(-1, *row.shape[2:])
+    return copy_rows(row[0], grid.slots, memory)

@@ -1,18 +1,23 @@
 """State space duality over packed documents in plain PyTorch, a chunk of tokens at a time."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xtuner_mamba.ops.parts import GradientPart
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid, chunk_size_for
 
 
 def ssd_reference(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
     initial_states: Tensor | None, cu_seqlens: Tensor, chunk_size: int | None,
-    *, return_final_states: bool,
+    *, return_final_states: bool, dxBC_out: Sequence[GradientPart] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.ssd`; rows are laid end to end, step sizes are final.
+
+    ``dxBC_out`` is not made use of.
 
     In the equations c counts chunks, t and s their tokens, g groups, h heads of a group, p
     channels, n states. A chunk holds one document's tokens, so that nothing needs a mask.
