@@ -4,6 +4,7 @@ The package needs a GPU to be imported. Elsewhere modules stand in for its own t
 names, parameters and settings, but no forward.
 """
 
+import re
 from functools import partial
 
 import pytest
@@ -248,6 +249,66 @@ def test_generation_is_theirs(build):
     assert mixer(x, inference_params=3) == ("their own", 3)
     with LAYOUT.published(), pytest.raises(RuntimeError, match="use_cache must be False"):
         mixer(x, inference_params=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("seqlen", 7), ("seq_idx", torch.tensor([3])), ("cu_seqlens", torch.tensor([4]))],
+)
+def test_boundaries_come_from_the_layout_alone(name, given):
+    mixer = Mamba2()
+    dispatch_packed(mixer)
+    told = rf"{name} of a dispatched Mamba2 must be None, got {re.escape(str(given))}"
+    with LAYOUT.published(), pytest.raises(RuntimeError, match=told):
+        mixer(draw_hidden_states(), **{name: given})
+
+
+class MHA(nn.Module):
+    """Attention of mamba_ssm's hybrids, which has no conv by default."""
+
+
+class Attend(nn.Module):
+    """Of a name that tells nothing."""
+
+
+class Block(nn.Module):
+    """Slots of mamba_ssm's block."""
+
+    def __init__(self, mixer):
+        super().__init__()
+        self.norm, self.mixer = nn.LayerNorm(HIDDEN), mixer
+
+
+@pytest.mark.parametrize("build", [MHA, Attend, partial(nn.Linear, HIDDEN, HIDDEN)])
+def test_whatever_else_is_a_mixer_of_a_hybrid_is_refused_by_name(build):
+    other = build()
+    model = nn.Sequential(Block(Mamba2()), Block(other))
+    with pytest.raises(RuntimeError, match=rf"got none for \['{type(other).__name__}'\]"):
+        dispatch_packed(model)
+    model = nn.Sequential(Block(Mamba2()), Block(nn.Identity()))
+    assert dispatch_packed(model).counts == {"Mamba2": 1}
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+def test_another_class_of_the_same_name_is_refused(name):
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.A_log = nn.Parameter(torch.zeros(1))
+
+    Whole.__name__ = name
+    told = rf"{name} must be the mixer of mamba_ssm, got one of \S+ without \['in_proj', 'conv1d'\]"
+    with pytest.raises(RuntimeError, match=told):
+        dispatch_packed(Whole())
+
+
+def test_a_mixer_in_parts_is_refused():
+    mixer = Mamba2()
+    mixer.process_group = "two ranks"
+    with pytest.raises(
+        RuntimeError, match=r"process_group of Mamba2 must be None .* got two ranks"
+    ):
+        dispatch_packed(mixer)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="mamba_ssm needs a GPU")

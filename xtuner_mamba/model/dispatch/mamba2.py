@@ -48,12 +48,27 @@ def mamba2_mixer_forward(
 
 
 def mamba2_ssm_mixer_forward(
-    self: nn.Module, u: Tensor, inference_params=None, **options
+    self: nn.Module,
+    u: Tensor,
+    seqlen: int | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    inference_params=None,
+    **options,
 ) -> Tensor:
     """Mix the tokens of every document on its own, in mamba_ssm's ``Mamba2``.
 
     As :func:`mamba2_mixer_forward`; generation is left to mamba_ssm.
+
+    Raises:
+        RuntimeError: Boundaries come as arguments, too.
     """
+    for name, given in (("seqlen", seqlen), ("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
+        if given is not None:
+            raise RuntimeError(
+                f"{name} of a dispatched Mamba2 must be None, got {given}; its documents are those "
+                "of the published layout: PackedLayout.from_lengths(...).published()"
+            )
     if inference_params is None:
         return mamba2_mixer_forward(self, u, **options)
     refuse_cache_with_packs()

@@ -11,14 +11,15 @@ _logger = logging.getLogger(__name__)
 
 
 def unnamed_mixers(model: nn.Module, named: Collection[str]) -> set[str]:
-    """Find what mixes tokens by its kind, whatever the layer around it is called.
+    """Find what mixes tokens by its kind or its place, whatever it or what is around it is called.
 
     Args:
         model: The language model.
         named: Class names of mixers, which may have such layers inside.
 
     Returns:
-        Class names of recurrent layers, and of convolutions over more than one token.
+        Class names of recurrent layers, of convolutions over more than one token, and of what
+        blocks call their mixer.
     """
     inside = {
         layer
@@ -26,7 +27,13 @@ def unnamed_mixers(model: nn.Module, named: Collection[str]) -> set[str]:
         if class_name(mixer) in named
         for layer in mixer.modules()
     }
-    return {
+    in_place_of_mixers = {
+        class_name(layer)
+        for block in model.modules()
+        for name, layer in block.named_children()
+        if name == "mixer" and not isinstance(layer, nn.Identity)
+    }
+    return in_place_of_mixers.difference(named) | {
         class_name(layer)
         for layer in model.modules()
         if layer not in inside
@@ -35,6 +42,29 @@ def unnamed_mixers(model: nn.Module, named: Collection[str]) -> set[str]:
             or (isinstance(layer, nn.Conv1d) and layer.kernel_size != (1,))
         )
     }
+
+
+def check_mamba_ssm(model: nn.Module) -> None:
+    """Check that what has a name of mamba_ssm's mixers is one, and whole on its device.
+
+    Raises:
+        RuntimeError: It is other code of the same name, or a part of one over several ranks.
+    """
+    for module in model.modules():
+        name = class_name(module)
+        if name not in ("Mamba", "Mamba2"):
+            continue
+        missing = [part for part in ("in_proj", "conv1d", "A_log") if not hasattr(module, part)]
+        if missing:
+            raise RuntimeError(
+                f"{name} must be the mixer of mamba_ssm, got one of {type(module).__module__} "
+                f"without {missing}; give a class that is no such mixer another name"
+            )
+        if getattr(module, "process_group", None) is not None:
+            raise RuntimeError(
+                f"process_group of {name} must be None with packed documents, got "
+                f"{module.process_group}; shard the model with DeepSpeed's ZeRO instead"
+            )
 
 
 def check_weights_are_here(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from xtuner_mamba.model.dispatch.class_name import class_name
 from xtuner_mamba.model.dispatch.refusals import (
+    check_mamba_ssm,
     check_weights_are_here,
     unnamed_mixers,
     warn_of_groups,
@@ -99,8 +100,8 @@ _OPTIONS_OF = {
 }
 """What ``dispatch_packed`` binds to a forward, by the name of it."""
 
-# transformers' names for layers that let tokens see each other
-_MIXER_NAME = re.compile(r"(Mixer|Attention|SdpaAttention|FlashAttention2)$")
+# names that transformers and mamba_ssm have for layers that let tokens see each other
+_MIXER_NAME = re.compile(r"(Mixer|Attention|SdpaAttention|FlashAttention2|Retention|MHA)$")
 
 
 class _Replaced(NamedTuple):
@@ -187,8 +188,8 @@ def dispatch_packed(
     Raises:
         ValueError: An option is none of its values.
         RuntimeError: The model has no token mixer that is known here, or one that nothing keeps
-            apart, which would leak between documents; or attention that is unlike its name; or
-            weights that accelerate has offloaded.
+            apart, which would leak between documents; or a layer that is unlike its name, or in
+            parts on several ranks; or weights that accelerate has offloaded.
     """
     check_switches(fuse_norm=fuse_norm, recompute=recompute)
     found = token_mixers(model)
@@ -208,6 +209,7 @@ def dispatch_packed(
             "so packed documents would leak: use a model of one of the families in docs/families.md"
         )
     _check_attention(model)
+    check_mamba_ssm(model)
     check_weights_are_here(model)
     warn_of_groups(model)
     options = {
