@@ -25,6 +25,7 @@ from xtuner_mamba.ops.selective_scan.gluon_fwd import (
     GROUP,
     MAX_SCRATCH_BYTES,
     _launch_fwd,
+    allocate_group_states,
     warps_of,
 )
 from xtuner_mamba.ops.selective_scan.gluon_tile import (
@@ -250,7 +251,7 @@ def _stage(
     # the first full group's state is in slot 0: none was written for the state before a document
     i_state = start // GROUP + i_tile * (TOKENS // GROUP) - 1
     stage_states(
-        ring_h, i_slot, group_states + i_state * 16 * width + o_block, width,
+        ring_h, i_slot, group_states + i_state * 16 * width + o_block * 16, 16 * width,
         gl.where(i_tile == 0, 1, 0), gl.cdiv(num_rows, GROUP), TOKENS // GROUP, BLOCK_D, WARPS,
     )  # fmt: skip
     async_copy.commit_group()
@@ -353,7 +354,9 @@ def _scan_bwd(
     width = _slice_width(total, dim) if group_states is None else dim
     num_slices, num_blocks = dim // width, width // block_d
     num_groups = min(len(runs.order), max(1, _MAX_SUM_BYTES // (64 * width)))
-    states = A.new_empty(total // GROUP, 16, width) if group_states is None else group_states
+    states = group_states
+    if states is None:
+        states = allocate_group_states(A, total, width, dim)
     dA = A.new_empty(num_slices, num_groups, 16, width)
     dBC = A.new_empty(num_slices, num_blocks, total, 32)
     dD, ddt_bias = (

@@ -45,7 +45,7 @@ def _scan_fwd_kernel(
     stride_x: gl.constexpr, stride_dt: gl.constexpr, stride_z: gl.constexpr,
     dim: gl.constexpr, width: gl.constexpr,
     SOFTPLUS: gl.constexpr, TOKENS: gl.constexpr, UNROLL: gl.constexpr, POLYNOMIAL: gl.constexpr,
-    CHANNELS: gl.constexpr, WARPS: gl.constexpr,
+    CHANNELS: gl.constexpr, WARPS: gl.constexpr, SCRATCH_D: gl.constexpr,
 ):  # fmt: skip
     PART: gl.constexpr = 32 * CHANNELS
     BLOCK_D: gl.constexpr = PART * WARPS
@@ -77,9 +77,10 @@ def _scan_fwd_kernel(
     o_n, o_d = tile_offsets(TILE, WARPS, 1, CHANNELS)
     o_d += o_block
     o_h = o_n * dim + gl.expand_dims(o_d, 0)
-    # in the order in which the backward's tiles of four parts hold the states
+    # in the order in which the backward's tiles of four parts hold the states, block by block
     o_scratch = o_n % 4 + (o_n // 4 ^ gl.expand_dims(o_d // 8 % 4, 0)) * 4
-    o_scratch = o_scratch * width + gl.expand_dims(o_d, 0)
+    o_scratch = o_scratch * SCRATCH_D + gl.expand_dims(o_d % SCRATCH_D, 0)
+    o_scratch += gl.expand_dims(o_d // SCRATCH_D, 0) * (16 * SCRATCH_D)
     b_A = gl.load(A + o_h)
     b_D = gl.zeros([WARPS, 1, PART], gl.float32, layout=ROW)
     if D is not None:
@@ -270,13 +271,23 @@ def _scan_fwd(
     final_states = A.new_empty(len(schedule.order), 16, dim) if return_final_states else None
     group_states = None
     if needs_backward and backward_follows and 64 * dim * (total // GROUP) <= MAX_SCRATCH_BYTES:
-        group_states = A.new_empty(total // GROUP, 16, dim)
+        group_states = allocate_group_states(A, total, dim, dim)
     if not (y is None and final_states is None and group_states is None):
         _launch_fwd(
             x, dt, A, BC, D, z, dt_bias, initial_states, schedule, y, final_states,
             group_states, dim, dt_softplus, unroll=8 if group_states is None else GROUP,
         )  # fmt: skip
     return final_states, group_states
+
+
+def allocate_group_states(A: Tensor, total: int, width: int, dim: int) -> Tensor:
+    """Return memory for the states after every ``GROUP`` tokens, of ``width`` channels of ``dim``.
+
+    ``(total // GROUP, width / block_d, 16, block_d)``, since a program of the backward reads those
+    of ``block_d`` channels: all that it needs at once is in one piece.
+    """
+    block_d = 32 * warps_of(dim, 32)
+    return A.new_empty(total // GROUP, width // block_d, 16, block_d)
 
 
 def _launch_fwd(
@@ -287,8 +298,8 @@ def _launch_fwd(
 ) -> None:  # fmt: skip
     """Launch the forward for all channels or a slice of the ``dim`` that a row of memory has.
 
-    ``y``, ``final_states`` and ``unroll_states`` are written where given; the last, of
-    ``(total // unroll, 16, width)``, takes the state after every ``unroll`` tokens of a run.
+    ``y``, ``final_states`` and ``unroll_states`` are written where given; the last takes the state
+    after every ``unroll`` tokens of a run, laid out as :func:`allocate_group_states` says.
     """
     width, runs = x.shape[1], schedule.runs
     num_runs = len(runs.order)
@@ -305,7 +316,8 @@ def _launch_fwd(
         stride_x=x.stride(0), stride_dt=dt.stride(0), stride_z=0 if z is None else z.stride(0),
         dim=dim, width=width, SOFTPLUS=dt_softplus, TOKENS=_TOKENS[channels], UNROLL=unroll,
         POLYNOMIAL=final_states is None and unroll_states is None,
-        CHANNELS=channels, WARPS=num_warps, num_warps=num_warps, maxnreg=_REGISTERS[channels],
+        CHANNELS=channels, WARPS=num_warps, SCRATCH_D=32 * warps_of(dim, 32),
+        num_warps=num_warps, maxnreg=_REGISTERS[channels],
     )  # fmt: skip
 
 

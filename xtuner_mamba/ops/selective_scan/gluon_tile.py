@@ -97,20 +97,22 @@ def stage_states(
     ring,
     i_slot,
     p_states,
-    width: gl.constexpr,
+    stride: gl.constexpr,
     first,
     end,
     GROUPS: gl.constexpr,
     BLOCK_D: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Copy the states ``(GROUPS, 16, BLOCK_D)`` before groups ``first`` to ``end`` into a slot."""
+    """Copy the states ``(16, BLOCK_D)`` before groups ``first`` to ``end`` into a slot.
+
+    Those of two groups begin ``stride`` numbers apart.
+    """
     o = gl.arange(0, GROUPS * 16 * BLOCK_D, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
     i_group = o // (16 * BLOCK_D)
-    o_d = o % BLOCK_D
     async_copy.async_copy_global_to_shared(
         ring.index(i_slot),
-        p_states + (o // BLOCK_D * width + o_d),
+        p_states + (i_group * stride + o % (16 * BLOCK_D)),
         mask=(i_group >= first) & (i_group < end),
     )
 

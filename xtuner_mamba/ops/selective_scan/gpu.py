@@ -108,7 +108,7 @@ class SelectiveScanFunction(torch.autograd.Function):
     def backward(ctx, dout, dfinal_states):
         # read once: activation checkpointing lets a tensor be unpacked a single time
         *args, out_weight, kept, _ = ctx.saved_tensors
-        kept = kept if kept.ndim == 3 else None
+        kept = kept if kept.ndim > 1 else None
         x, dt, A, BC, D, z, dt_bias, _ = args
         chunks = ctx.schedule.chunks
         if dout is None:
