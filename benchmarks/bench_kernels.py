@@ -285,6 +285,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     layouts = list(dict.fromkeys(case.layout for case in make_cases()))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder (%(default)s)")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), help="to time (all)")
     parser.add_argument("--layouts", nargs="+", choices=layouts, help="packs to time (all)")
     parser.add_argument("--without-errors", action="store_true", help="time only, unchecked")
     parser.add_argument("--commit", help="of this checkout, where git is missing")
@@ -303,7 +304,11 @@ def main(argv: list[str] | None = None) -> int:
         "triton": triton.__version__,
     }
     excesses = [] if args.without_errors else check_errors(about, args.out)
-    cases = [case for case in make_cases() if args.layouts is None or case.layout in args.layouts]
+    cases = [
+        case
+        for case in make_cases()
+        if case.op in args.ops and case.layout in (args.layouts or layouts)
+    ]
     time_cases(cases, about, args.out)
     return 1 if excesses else 0
 
