@@ -15,10 +15,10 @@ import triton
 
 COMPILES = os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available()
 ROWS = {"x", "dt", "z", "y", "dy", "dx", "ddt", "dz"}
-HALVES = ROWS | {"weight", "bias", "initial_states", "update", "rounded", "dupdate", "logits"}
+HALVES = ROWS | {"weight", "bias", "initial_states", "update", "dupdate", "logits", "states", "dadded"}
 INTEGERS = {"cu_seqlens", "cu_chunks", "seqs", "seq_idx", "targets"}
 SCAN = {"SOFTPLUS": True, "DSTATE": 16, "BLOCK_N": 16, "BLOCK_D": 128}
-STATES = {"BLOCK": 1024, "size": 8192, "chunk_size": 128}
+STATES = {"BLOCK": 1024, "size": 8192}
 CONV = {"WIDTH": 4, "SILU": True, "BLOCK_D": 128, "GROUP": 8, "dim": 4096}
 CONV |= {"stride_x": 8192, "stride_dy": 4096, "stride_dy_fork": 4096, "stride_dx": 8192}
 
@@ -56,8 +56,8 @@ def kernels():
             cross_entropy._cross_entropy_kernel,
             {"vocab": 50280, "IGNORE": -100, "NEEDS_GRAD": True, "BLOCK_V": 4096},
         ),
-        "chunk rows": (triton_rows._copy_rows_kernel, {"BLOCK": 4096}),
-        "states forward": (triton_states._pass_fwd_kernel, STATES | {"IN_PLACE": True}),
+        "chunk rows": (triton_rows._copy_rows_kernel, {"ROWS": 8, "BLOCK": 512}),
+        "states forward": (triton_states._pass_fwd_kernel, STATES),
         "states backward": (triton_states._pass_bwd_kernel, STATES),
         "conv forward, one tap": (conv_fwd._conv_fwd_kernel, {"WIDTH": 1}),
         "conv backward, one tap": (conv_bwd._conv_bwd_kernel, {"WIDTH": 1}),
@@ -113,7 +113,7 @@ def test_compiles(name):
             signature[arg] = "constexpr"
         elif arg in INTEGERS:
             signature[arg] = "*i32"
-        elif arg in ("order", "places"):
+        elif arg in ("order", "places", "doc_order"):
             signature[arg] = "*i64"
         elif arg in ("unknown_one", "eps"):
             signature[arg] = "fp32"
@@ -123,6 +123,7 @@ def test_compiles(name):
             "num_seqs",
             "num_groups",
             "num_parts",
+            "num_rows",
             "num_vectors",
             "block_t",
             "num_chunks",
