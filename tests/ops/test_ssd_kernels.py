@@ -11,6 +11,7 @@ from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.ops import backward_follows, ssd
 from xtuner_mamba.ops.ssd import mamba_ssm
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid
+from xtuner_mamba.ops.ssd.triton_decays import add_decays
 from xtuner_mamba.ops.ssd.triton_rows import copy_rows
 from xtuner_mamba.ops.ssd.triton_states import pass_states_bwd, pass_states_fwd
 from xtuner_mamba.testing import (
@@ -169,6 +170,22 @@ def test_states_of_a_document_are_its_own():
         )
         assert torch.equal(changed, kept), name
         assert result.isnan().any(), name
+
+
+@pytest.mark.parametrize("chunk_size", [32, 256])
+def test_ways_that_reach_a_decay_are_added(chunk_size):
+    # more chunks of all heads than a program takes, and a rest
+    draw = torch.Generator().manual_seed(0)
+    within, to_end, dsums = torch.randn(3, 1, 3, 7, chunk_size, generator=draw).to(DEVICE)
+    dlast = torch.randn(1, 3, 7, generator=draw).to(DEVICE)
+    dsums[0, 1, 2] = torch.nan
+    exact = dsums.double()
+    exact[..., -1] += dlast
+    exact = within + to_end + exact.flip(-1).cumsum(-1).flip(-1)
+    actual = add_decays(within, to_end, dsums, dlast)
+    assert actual[0, 1, 2].isnan().all()
+    assert torch.equal(actual.isnan(), exact.isnan())
+    assert relative_rms(actual.nan_to_num(), exact.nan_to_num()) < 3e-7
 
 
 # -- between stand-ins of mamba_ssm's kernels -----------------------------------------------------

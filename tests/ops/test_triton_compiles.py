@@ -15,7 +15,16 @@ import triton
 
 COMPILES = os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available()
 ROWS = {"x", "dt", "z", "y", "dy", "dx", "ddt", "dz"}
-HALVES = ROWS | {"weight", "bias", "initial_states", "update", "dupdate", "logits", "states", "dadded"}
+HALVES = ROWS | {
+    "weight",
+    "bias",
+    "initial_states",
+    "update",
+    "dupdate",
+    "logits",
+    "states",
+    "dadded",
+}
 INTEGERS = {"cu_seqlens", "cu_chunks", "seqs", "seq_idx", "targets"}
 SCAN = {"SOFTPLUS": True, "DSTATE": 16, "BLOCK_N": 16, "BLOCK_D": 128}
 STATES = {"BLOCK": 1024, "size": 8192}
@@ -30,7 +39,7 @@ def kernels():
     from xtuner_mamba.ops.linear_cross_entropy import triton as cross_entropy
     from xtuner_mamba.ops.rms_norm import triton as norm
     from xtuner_mamba.ops.selective_scan import chunks, gpu_layout, triton_bwd, triton_fwd
-    from xtuner_mamba.ops.ssd import triton_rows, triton_states
+    from xtuner_mamba.ops.ssd import triton_decays, triton_rows, triton_states
 
     layout = {"A_IS_LOG": True, "BLOCK": 64, "dim": 4096}
     sums = layout | {"ROWS": 16, "width": 1024}
@@ -57,6 +66,7 @@ def kernels():
             {"vocab": 50280, "IGNORE": -100, "NEEDS_GRAD": True, "BLOCK_V": 4096},
         ),
         "chunk rows": (triton_rows._copy_rows_kernel, {"ROWS": 8, "BLOCK": 512}),
+        "gradients of decays": (triton_decays._add_decays_kernel, {"ROWS": 8, "CHUNK": 256}),
         "states forward": (triton_states._pass_fwd_kernel, STATES),
         "states backward": (triton_states._pass_bwd_kernel, STATES),
         "conv forward, one tap": (conv_fwd._conv_fwd_kernel, {"WIDTH": 1}),
@@ -70,7 +80,7 @@ def test_all_of_this_file_without_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "21 passed, 1 skipped" in run.stdout, run.stdout
+    assert "22 passed, 1 skipped" in run.stdout, run.stdout
 
 
 @pytest.mark.skipif(not COMPILES, reason="the test above runs it, or a GPU runs the kernels")
@@ -94,6 +104,7 @@ def test_all_of_this_file_without_the_interpreter():
         "sum",
         "cross entropy",
         "chunk rows",
+        "gradients of decays",
         "states forward",
         "states backward",
         # windows of no tokens

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from xtuner_mamba.ops.parts import GradientPart
 from xtuner_mamba.ops.selective_scan.recomputation import is_backward_next
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid
+from xtuner_mamba.ops.ssd.triton_decays import add_decays
 from xtuner_mamba.ops.ssd.triton_rows import copy_rows
 from xtuner_mamba.ops.ssd.triton_states import pass_states_bwd, pass_states_fwd
 
@@ -84,10 +85,8 @@ class SsdFunction(torch.autograd.Function):
         dCB = kernels._chunk_scan_bwd_dcb(x, steps, dA_cumsum, dy, ngroups=ngroups)
         dB = kernels._bmm_chunk_bwd(C, dCB, residual=dB_added)
         dC = kernels._bmm_chunk_bwd(B, dCB.transpose(-1, -2), residual=dC_states)
-        # a decay acts on all that comes after it in the chunk, and on the state after that
-        ddA_cumsum[..., -1] += ddecays
-        ddA = kernels._chunk_scan_bwd_ddAcs_stable(x, steps, dA_cumsum, dy, CB)
-        ddA += ddA_to_end + ddA_cumsum.flip(-1).cumsum(-1).flip(-1)
+        ddA_within = kernels._chunk_scan_bwd_ddAcs_stable(x, steps, dA_cumsum, dy, CB)
+        ddA = add_decays(ddA_within, ddA_to_end, ddA_cumsum, ddecays)
         ddt, dA, _ = kernels._chunk_cumsum_bwd(ddA, dsteps, dt, A)
         outs = ctx.dxBC_out or 3 * [None]
         dx, dB, dC = (_tokens_of(grid, t, out) for t, out in zip((dx, dB, dC), outs))
