@@ -27,6 +27,7 @@ HALVES = ROWS | {
 }
 INTEGERS = {"cu_seqlens", "cu_chunks", "seqs", "seq_idx", "targets"}
 SCAN = {"SOFTPLUS": True, "DSTATE": 16, "BLOCK_N": 16, "BLOCK_D": 128}
+DECAYS = {"CHUNK": 256, "HEADS": 8, "nheads": 64}
 STATES = {"BLOCK": 1024, "size": 8192}
 CONV = {"WIDTH": 4, "SILU": True, "BLOCK_D": 128, "GROUP": 8, "dim": 4096}
 CONV |= {"stride_x": 8192, "stride_dy": 4096, "stride_dy_fork": 4096, "stride_dx": 8192}
@@ -66,7 +67,8 @@ def kernels():
             {"vocab": 50280, "IGNORE": -100, "NEEDS_GRAD": True, "BLOCK_V": 4096},
         ),
         "chunk rows": (triton_rows._copy_rows_kernel, {"ROWS": 8, "BLOCK": 512}),
-        "gradients of decays": (triton_decays._add_decays_kernel, {"ROWS": 8, "CHUNK": 256}),
+        "decays forward": (triton_decays._decays_fwd_kernel, DECAYS),
+        "decays backward": (triton_decays._decays_bwd_kernel, DECAYS),
         "states forward": (triton_states._pass_fwd_kernel, STATES),
         "states backward": (triton_states._pass_bwd_kernel, STATES),
         "conv forward, one tap": (conv_fwd._conv_fwd_kernel, {"WIDTH": 1}),
@@ -80,7 +82,7 @@ def test_all_of_this_file_without_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "22 passed, 1 skipped" in run.stdout, run.stdout
+    assert "23 passed, 1 skipped" in run.stdout, run.stdout
 
 
 @pytest.mark.skipif(not COMPILES, reason="the test above runs it, or a GPU runs the kernels")
@@ -104,7 +106,8 @@ def test_all_of_this_file_without_the_interpreter():
         "sum",
         "cross entropy",
         "chunk rows",
-        "gradients of decays",
+        "decays forward",
+        "decays backward",
         "states forward",
         "states backward",
         # windows of no tokens
@@ -124,7 +127,7 @@ def test_compiles(name):
             signature[arg] = "constexpr"
         elif arg in INTEGERS:
             signature[arg] = "*i32"
-        elif arg in ("order", "places", "doc_order"):
+        elif arg in ("order", "places", "sources", "doc_order"):
             signature[arg] = "*i64"
         elif arg in ("unknown_one", "eps"):
             signature[arg] = "fp32"

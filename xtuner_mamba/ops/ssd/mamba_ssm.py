@@ -27,12 +27,7 @@ _MAX_PROGRAMS = 65535
 # all that is relied upon beside its determinism module; mamba_ssm promises none of the names
 _KERNELS = {
     "ssd_bmm": ("_bmm_chunk_fwd", "_bmm_chunk_bwd"),
-    "ssd_chunk_state": (
-        "_chunk_cumsum_fwd",
-        "_chunk_cumsum_bwd",
-        "_chunk_state_fwd",
-        "_chunk_state_bwd_db",
-    ),
+    "ssd_chunk_state": ("_chunk_state_fwd", "_chunk_state_bwd_db"),
     "ssd_chunk_scan": (
         "_chunk_scan_fwd",
         "_chunk_scan_bwd_dz",

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from xtuner_mamba.ops.parts import GradientPart
 from xtuner_mamba.ops.selective_scan.recomputation import is_backward_next
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid
-from xtuner_mamba.ops.ssd.triton_decays import add_decays
+from xtuner_mamba.ops.ssd.triton_decays import decays_bwd, decays_fwd
 from xtuner_mamba.ops.ssd.triton_rows import copy_rows
 from xtuner_mamba.ops.ssd.triton_states import pass_states_bwd, pass_states_fwd
 
@@ -33,10 +33,10 @@ class SsdFunction(torch.autograd.Function):
         kernels: SimpleNamespace, return_final_states: bool,
         dxBC_out: Sequence[GradientPart] | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        x, dt, B, C = (_row_of(grid, t) for t in (x, dt, B, C))
+        x, B, C = (_row_of(grid, t) for t in (x, B, C))
         z = None if z is None else _row_of(grid, z)
         D = None if D is None else D.contiguous()
-        dA_cumsum, steps = kernels._chunk_cumsum_fwd(dt, A, grid.chunk_size)
+        steps, dA_cumsum = decays_fwd(dt, A, grid)
         states, final_states = _states_before_chunks(
             B, x, steps, dA_cumsum, initial_states, grid, kernels, return_final_states
         )
@@ -45,17 +45,13 @@ class SsdFunction(torch.autograd.Function):
         ctx.grid, ctx.kernels, ctx.dxBC_out = grid, kernels, dxBC_out
         kept = states if is_backward_next() else states.new_empty(0)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, kept
-        )
+        ctx.save_for_backward(x, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, kept)
         return _tokens_of(grid, y), final_states
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor | None, dfinal_states: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, states = (
-            ctx.saved_tensors
-        )
+        x, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, states = ctx.saved_tensors
         grid, kernels, ngroups = ctx.grid, ctx.kernels, B.shape[2]
         if not len(states):
             states, _ = _states_before_chunks(
@@ -86,11 +82,9 @@ class SsdFunction(torch.autograd.Function):
         dB = kernels._bmm_chunk_bwd(C, dCB, residual=dB_added)
         dC = kernels._bmm_chunk_bwd(B, dCB.transpose(-1, -2), residual=dC_states)
         ddA_within = kernels._chunk_scan_bwd_ddAcs_stable(x, steps, dA_cumsum, dy, CB)
-        ddA = add_decays(ddA_within, ddA_to_end, ddA_cumsum, ddecays)
-        ddt, dA, _ = kernels._chunk_cumsum_bwd(ddA, dsteps, dt, A)
+        ddt, dA = decays_bwd(ddA_within, ddA_to_end, ddA_cumsum, ddecays, dsteps, steps, A, grid)
         outs = ctx.dxBC_out or 3 * [None]
         dx, dB, dC = (_tokens_of(grid, t, out) for t, out in zip((dx, dB, dC), outs))
-        ddt = _tokens_of(grid, ddt)
         dz = None if dz is None else _tokens_of(grid, dz)
         return dx, ddt, dA, dB, dC, dD, dz, dinitial_states, None, None, None, None
 
