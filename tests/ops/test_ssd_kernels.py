@@ -9,7 +9,8 @@ from ssd_inputs import LENGTHS, make_inputs
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.ops import backward_follows, ssd
-from xtuner_mamba.ops.ssd import mamba_ssm
+from xtuner_mamba.ops.parts import split_parts
+from xtuner_mamba.ops.ssd import gated_norm, mamba_ssm
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid
 from xtuner_mamba.ops.ssd.triton_decays import decays_bwd, decays_fwd
 from xtuner_mamba.ops.ssd.triton_rows import copy_rows
@@ -326,11 +327,66 @@ def test_either_output_alone_has_gradients(output):
     assert relative_rms(*grads) < 3e-6
 
 
+def run_norm(x, z, dz_out=None):
+    leaves = x.detach().requires_grad_(), z.detach().requires_grad_()
+    settings = dict(group_size=4, norm_before_gate=False, dz_out=dz_out)
+    y = mamba_ssm.gated_rms_norm(*leaves, torch.ones(8, device=DEVICE), 1e-5, **settings)
+    return y, *torch.autograd.grad(y, leaves, eighths(y.shape).to(y))
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_rows_too_far_apart_for_the_norm_are_copied(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    wide = torch.randn(1, 6, 40, generator=draw).to(DEVICE)
+    x, z, _ = wide.split([8, 8, 24], dim=-1)
+    expected = run_norm(x, z)
+    # the last row ends with number 5 * 40 + 8
+    monkeypatch.setattr(gated_norm, "MAX_NUMBERS", 207)
+    reached = []
+
+    def note(name):
+        kernel = getattr(ssd_stand_ins, name)
+
+        def run(*args, **kwargs):
+            rows = [t for t in (*args, *kwargs.values()) if torch.is_tensor(t) and t.ndim == 2]
+            reached.extend((len(t) - 1) * t.stride(0) + t.shape[1] for t in rows)
+            return kernel(*args, **kwargs)
+
+        monkeypatch.setattr(ssd_stand_ins, name, run)
+
+    note("_layer_norm_fwd")
+    note("_layer_norm_bwd")
+    dz_out = split_parts(wide, [8, 8, 24]).gradients[1]
+    actual = run_norm(x, z, dz_out)
+    for ours, theirs in zip(actual, expected):
+        assert relative_rms(ours, theirs) < 1e-6
+    # and yet it is where it was wanted
+    assert actual[2].stride() == z.stride()
+    # x, z and y; dy, x, z and dz
+    assert reached == 7 * [6 * 8]
+    reached.clear()
+    monkeypatch.setattr(gated_norm, "MAX_NUMBERS", 208)
+    run_norm(x, z, dz_out)
+    # nothing is copied without need
+    assert sorted(reached) == [48, 48, 208, 208, 208, 208, 208]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_more_tokens_than_the_norm_can_count_are_refused(monkeypatch):
+    monkeypatch.setattr(mamba_ssm, "MAX_NUMBERS", 47)
+    message = "at most 5 tokens of 8 channels for mamba_ssm's norm, got 6; put fewer tokens into"
+    x = torch.ones(1, 6, 8, device=DEVICE)
+    with pytest.raises(RuntimeError, match=message):
+        run_norm(x, x)
+    monkeypatch.setattr(mamba_ssm, "MAX_NUMBERS", 48)
+    run_norm(x, x)
+
+
 @pytest.mark.usefixtures("stand_ins")
 def test_more_chunks_than_the_kernels_can_count_are_refused(monkeypatch):
     inputs = {n: t.to(DEVICE) for n, t in make_inputs([1] * 9, dtype=torch.float32).items()}
     # 4 heads of 3 channels, 32 tokens a chunk
-    monkeypatch.setattr(mamba_ssm, "_MAX_NUMBERS", 8 * 4 * 3 * 32 + 1)
+    monkeypatch.setattr(mamba_ssm, "MAX_NUMBERS", 8 * 4 * 3 * 32 + 1)
     message = "at most 8 chunks of 32 tokens together for mamba_ssm, got 9; put fewer documents"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         ssd(**inputs, impl="mamba_ssm")

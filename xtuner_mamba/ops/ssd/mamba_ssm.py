@@ -21,7 +21,7 @@ from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid, chunk_size_for
 _HALVES = torch.float16, torch.bfloat16
 _OLDEST = "2.3.0"
 # their offsets are 32 bits wide
-_MAX_NUMBERS = 2**31
+MAX_NUMBERS = 2**31
 # of programs in the last two directions of a launch
 _MAX_PROGRAMS = 65535
 # all that is relied upon beside its determinism module; mamba_ssm promises none of the names
@@ -85,9 +85,18 @@ def gated_rms_norm(
 
     Returns:
         ``(..., dim)`` in the dtype of ``x``.
+
+    Raises:
+        RuntimeError: The kernel cannot count the numbers of ``x``.
     """
     from xtuner_mamba.ops.ssd.gated_norm import GatedRmsNormFunction
 
+    if x.numel() > MAX_NUMBERS:
+        dim = x.shape[-1]
+        raise RuntimeError(
+            f"x must have at most {MAX_NUMBERS // dim} tokens of {dim} channels for mamba_ssm's "
+            f"norm, got {x.numel() // dim}; put fewer tokens into a pack"
+        )
     return GatedRmsNormFunction.apply(
         x, z, weight, eps, group_size, norm_before_gate, _kernels(), dz_out
     )
@@ -96,8 +105,8 @@ def gated_rms_norm(
 def _check_chunks(grid: ChunkGrid, x: Tensor, B: Tensor) -> None:
     num_chunks, (ngroups, dstate) = len(grid.chunk_order), B.shape[1:]
     numbers = num_chunks * x[0].numel() * max(dstate, grid.chunk_size)
-    if numbers >= _MAX_NUMBERS or num_chunks * ngroups > _MAX_PROGRAMS:
-        most = min((_MAX_NUMBERS - 1) * num_chunks // numbers, _MAX_PROGRAMS // ngroups)
+    if numbers >= MAX_NUMBERS or num_chunks * ngroups > _MAX_PROGRAMS:
+        most = min((MAX_NUMBERS - 1) * num_chunks // numbers, _MAX_PROGRAMS // ngroups)
         raise RuntimeError(
             f"documents must have at most {most} chunks of {grid.chunk_size} tokens together for "
             f"mamba_ssm, got {num_chunks}; put fewer documents into a pack, or take "
