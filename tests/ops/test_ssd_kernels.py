@@ -382,16 +382,44 @@ def test_more_tokens_than_the_norm_can_count_are_refused(monkeypatch):
     run_norm(x, x)
 
 
-@pytest.mark.usefixtures("stand_ins")
-def test_more_chunks_than_the_kernels_can_count_are_refused(monkeypatch):
-    inputs = {n: t.to(DEVICE) for n, t in make_inputs([1] * 9, dtype=torch.float32).items()}
-    # 4 heads of 3 channels, 32 tokens a chunk
-    monkeypatch.setattr(mamba_ssm, "MAX_NUMBERS", 8 * 4 * 3 * 32 + 1)
-    message = "at most 8 chunks of 32 tokens together for mamba_ssm, got 9; put fewer documents"
+def cut(lengths, chunk_size=None, *, heads=(128, 64), groups=(1, 128)):
+    """Size of the chunks, by default for Bamba-9B."""
+    cu_seqlens = PackedLayout.from_lengths(lengths).cu_seqlens
+    x, B = (torch.empty(sum(lengths), *shape, device="meta") for shape in (heads, groups))
+    return mamba_ssm._cut_into_chunks(cu_seqlens, chunk_size, x, B).chunk_size
+
+
+def test_chunks_are_larger_where_the_kernels_could_not_count_as_many():
+    assert cut(511 * [100]) == 32
+    # 2620 chunks of 32 are too many
+    assert cut(655 * [100]) == 64
+    assert cut(1100 * [100]) == 128
+    assert cut(655 * [100], 128) == 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            dict(lengths=655 * [100], chunk_size=32),
+            "at most 2047 chunks of 32 tokens together for mamba_ssm, got 2620; "
+            "take a larger chunk_size, put fewer documents",
+        ),
+        (
+            dict(lengths=2048 * [1]),
+            "at most 1023 chunks of 256 tokens together for mamba_ssm, got 2048; put fewer",
+        ),
+        (
+            dict(lengths=4096 * [1], chunk_size=256, heads=(8, 16), groups=(8, 16)),
+            "at most 4095 chunks of 256 tokens together for mamba_ssm, got 4096; put fewer",
+        ),
+        (
+            dict(lengths=8192 * [1], chunk_size=32, heads=(8, 16), groups=(8, 16)),
+            "at most 8191 chunks of 32 tokens together for mamba_ssm, got 8192; take a larger",
+        ),
+    ],
+    ids=["states", "x", "products", "programs"],
+)
+def test_more_chunks_than_the_kernels_can_count_are_refused(arguments, message):
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        ssd(**inputs, impl="mamba_ssm")
-    monkeypatch.undo()
-    monkeypatch.setattr(mamba_ssm, "why_not_mamba_ssm", lambda x: None)
-    monkeypatch.setattr(mamba_ssm, "_MAX_PROGRAMS", 17)
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        ssd(**inputs, impl="mamba_ssm")
+        cut(**arguments)
