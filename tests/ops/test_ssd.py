@@ -304,13 +304,19 @@ def test_a_missing_package_is_named_with_the_remedy(monkeypatch):
 
 
 @pytest.mark.usefixtures("_forget_what_was_asked")
-def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
-    def broken():
-        raise ImportError("undefined symbol")
+@pytest.mark.parametrize("error", [ImportError("undefined symbol"), RuntimeError("no driver")])
+def test_a_package_that_cannot_be_imported_is_named(error, monkeypatch):
+    def import_module(name):
+        raise error
 
     monkeypatch.setattr(mamba_ssm.importlib.metadata, "version", lambda name: "2.3.2.post1")
-    monkeypatch.setattr(mamba_ssm, "_kernels", broken)
-    assert "importable, got ImportError('undefined symbol')" in mamba_ssm.why_not_installed()
+    for name in ("mamba_ssm", "mamba_ssm.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    determinism = SimpleNamespace(set_deterministic_mode=None)
+    monkeypatch.setitem(sys.modules, "mamba_ssm.utils.determinism", determinism)
+    monkeypatch.setattr(mamba_ssm.importlib, "import_module", import_module)
+    reason = mamba_ssm.why_not_installed()
+    assert reason == f"mamba-ssm must be importable, got {error!r}"
 
 
 @pytest.mark.usefixtures("_forget_what_was_asked")
