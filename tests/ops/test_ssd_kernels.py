@@ -10,7 +10,7 @@ from ssd_inputs import LENGTHS, make_inputs
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.ops import backward_follows, ssd
 from xtuner_mamba.ops.parts import split_parts
-from xtuner_mamba.ops.ssd import gated_norm, mamba_ssm
+from xtuner_mamba.ops.ssd import gated_norm, mamba_ssm, mamba_ssm_function
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid
 from xtuner_mamba.ops.ssd.triton_decays import decays_bwd, decays_fwd
 from xtuner_mamba.ops.ssd.triton_rows import copy_rows
@@ -312,6 +312,25 @@ def test_states_are_kept_for_a_backward_that_follows_at_once():
     assert len(sizes) == len(without)
     # 9 chunks, 4 heads of 3 channels of 5 states
     assert sum(sizes) == sum(without) + 9 * 4 * 3 * 5
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("needed", [False, True])
+def test_gradients_of_initial_states_are_made_if_needed(needed, monkeypatch):
+    made = []
+
+    def note(*args):
+        result = pass_states_bwd(*args)
+        made.append(result[-1])
+        return result
+
+    monkeypatch.setattr(mamba_ssm_function, "pass_states_bwd", note)
+    inputs = {n: t.to(DEVICE) for n, t in make_inputs([7, 4], dtype=torch.float32).items()}
+    x, initial_states = inputs["x"].requires_grad_(), inputs["initial_states"]
+    initial_states.requires_grad_(needed)
+    ssd(**inputs, impl="mamba_ssm").sum().backward()
+    assert x.grad is not None
+    assert (made[0] is not None) == (initial_states.grad is not None) == needed
 
 
 @pytest.mark.usefixtures("stand_ins")

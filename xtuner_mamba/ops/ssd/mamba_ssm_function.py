@@ -64,6 +64,9 @@ class SsdFunction(torch.autograd.Function):
                 x, z, ungated, dy, grid.chunk_size, has_ddAcs=False, D=D
             )
         dstates = kernels._chunk_scan_bwd_dstates(C, dA_cumsum, dy, dtype=torch.float32)
+        # what is carried from step to step needs none
+        if not ctx.needs_input_grad[7]:
+            initial_states = None
         dadded, ddecays, dinitial_states = pass_states_bwd(
             dstates, states, dA_cumsum, grid, initial_states, dfinal_states, x.dtype
         )
