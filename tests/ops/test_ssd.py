@@ -12,7 +12,7 @@ from ssd_inputs import LENGTHS, make_inputs
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.ops import ssd
-from xtuner_mamba.ops.ssd import api, mamba_ssm
+from xtuner_mamba.ops.ssd import api, mamba_ssm, tuning
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid, chunk_size_for
 from xtuner_mamba.testing import (
     assert_as_accurate_as_eager,
@@ -323,7 +323,8 @@ def test_a_package_that_cannot_be_imported_is_named(error, monkeypatch):
 def test_a_package_without_one_of_the_kernels_is_named(monkeypatch):
     for name in ("mamba_ssm", "mamba_ssm.utils", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    switches = []
+    switches, kept = [], []
+    monkeypatch.setattr(tuning, "keep_timings", kept.append)
     determinism = SimpleNamespace(set_deterministic_mode=switches.append)
     monkeypatch.setitem(sys.modules, "mamba_ssm.utils.determinism", determinism)
     for module, names in mamba_ssm._KERNELS.items():
@@ -333,6 +334,7 @@ def test_a_package_without_one_of_the_kernels_is_named(monkeypatch):
     assert mamba_ssm.why_not_installed() is None
     assert mamba_ssm._kernels()._layer_norm_fwd == "the _layer_norm_fwd"
     assert switches == [True]
+    assert kept == [sys.modules[f"mamba_ssm.ops.triton.{module}"] for module in mamba_ssm._KERNELS]
     mamba_ssm.why_not_installed.cache_clear()
     mamba_ssm._kernels.cache_clear()
     del found._layer_norm_fwd

@@ -176,6 +176,8 @@ def _kernels() -> SimpleNamespace:
     """Import what is relied upon, and set it to add up in a fixed order."""
     from mamba_ssm.utils.determinism import set_deterministic_mode
 
+    from xtuner_mamba.ops.ssd.tuning import keep_timings
+
     kernels = SimpleNamespace()
     for module, names in _KERNELS.items():
         found = importlib.import_module(f"mamba_ssm.ops.triton.{module}")
@@ -183,6 +185,7 @@ def _kernels() -> SimpleNamespace:
             if not hasattr(found, name):
                 raise ImportError(f"mamba_ssm.ops.triton.{module} has no {name}")
             setattr(kernels, name, getattr(found, name))
+        keep_timings(found)
     # after the import, which would otherwise tune nothing
     set_deterministic_mode(True)
     return kernels
