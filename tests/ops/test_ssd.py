@@ -412,6 +412,21 @@ def test_kernels_leave_the_bits_of_other_documents_alone(i_seq, value):
 
 
 @needs_gpu
+def test_kernels_hide_no_step_size_that_is_nan():
+    inputs = make_inputs(GPU_LENGTHS, dtype=torch.bfloat16, **SIZES)
+    document = slice(sum(GPU_LENGTHS[:-1]), None)
+    inputs["dt"][:, document.start + 1, 1] = torch.nan
+    results = run_kernels(inputs)
+    # before it nothing is, after it all of that head
+    expected = torch.zeros_like(results["y"], dtype=torch.bool)
+    expected[:, document.start + 1 :, 1] = True
+    assert torch.equal(results["y"].isnan(), expected)
+    assert results["final_states"][-1, 1].isnan().all()
+    for name in ("dA", "ddt_bias"):
+        assert results[name].isnan().tolist() == [i == 1 for i in range(len(results[name]))], name
+
+
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm_before_gate", [False, True])
 @pytest.mark.parametrize("group_size", [256, 96])

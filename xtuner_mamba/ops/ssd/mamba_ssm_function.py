@@ -1,8 +1,8 @@
 """Forward and backward of the op from the kernels of mamba_ssm, one call each.
 
-As in mamba_ssm's ``_mamba_chunk_scan_combined_fwd`` and ``_bwd``, but for the states, which our own
-kernels hand from chunk to chunk. All chunks of all documents stand in one row; mamba_ssm's kernels
-read none but their own chunk and its states.
+As in mamba_ssm's ``_mamba_chunk_scan_combined_fwd`` and ``_bwd``, but for kernels of our own that
+sum decays, and hand states from chunk to chunk. All chunks of all documents stand in one row;
+mamba_ssm's kernels read none but their own chunk and its states.
 """
 
 from collections.abc import Sequence
