@@ -9,17 +9,6 @@ import torch.nn.functional as F
 from torch.autograd import grad
 
 
-def _chunk_cumsum_fwd(dt, A, chunk_size):
-    steps = dt[0].unflatten(0, (-1, chunk_size)).movedim(-1, 0)[None]
-    return (steps * A[:, None, None]).cumsum(-1), steps.contiguous()
-
-
-def _chunk_cumsum_bwd(ddA, dsteps, dt, A):
-    _, steps = _chunk_cumsum_fwd(dt, A, ddA.shape[-1])
-    ddt = (ddA * A[:, None, None] + dsteps)[0].movedim(0, -1).flatten(0, 1)[None]
-    return ddt, (ddA * steps).sum((0, 2, 3)), None
-
-
 def _chunk_state_fwd(B, x, steps, dA_cumsum, *, states_in_fp32):
     assert states_in_fp32
     return _added(B, x, steps, dA_cumsum)

@@ -12,7 +12,7 @@ from ssd_inputs import LENGTHS, make_inputs
 
 from xtuner_mamba.layout import PackedLayout
 from xtuner_mamba.ops import ssd
-from xtuner_mamba.ops.ssd import api, mamba_ssm
+from xtuner_mamba.ops.ssd import api, mamba_ssm, tuning
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid, chunk_size_for
 from xtuner_mamba.testing import (
     assert_as_accurate_as_eager,
@@ -304,20 +304,27 @@ def test_a_missing_package_is_named_with_the_remedy(monkeypatch):
 
 
 @pytest.mark.usefixtures("_forget_what_was_asked")
-def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
-    def broken():
-        raise ImportError("undefined symbol")
+@pytest.mark.parametrize("error", [ImportError("undefined symbol"), RuntimeError("no driver")])
+def test_a_package_that_cannot_be_imported_is_named(error, monkeypatch):
+    def import_module(name):
+        raise error
 
     monkeypatch.setattr(mamba_ssm.importlib.metadata, "version", lambda name: "2.3.2.post1")
-    monkeypatch.setattr(mamba_ssm, "_kernels", broken)
-    assert "importable, got ImportError('undefined symbol')" in mamba_ssm.why_not_installed()
+    for name in ("mamba_ssm", "mamba_ssm.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    determinism = SimpleNamespace(set_deterministic_mode=None)
+    monkeypatch.setitem(sys.modules, "mamba_ssm.utils.determinism", determinism)
+    monkeypatch.setattr(mamba_ssm.importlib, "import_module", import_module)
+    reason = mamba_ssm.why_not_installed()
+    assert reason == f"mamba-ssm must be importable, got {error!r}"
 
 
 @pytest.mark.usefixtures("_forget_what_was_asked")
 def test_a_package_without_one_of_the_kernels_is_named(monkeypatch):
     for name in ("mamba_ssm", "mamba_ssm.utils", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    switches = []
+    switches, kept = [], []
+    monkeypatch.setattr(tuning, "keep_timings", kept.append)
     determinism = SimpleNamespace(set_deterministic_mode=switches.append)
     monkeypatch.setitem(sys.modules, "mamba_ssm.utils.determinism", determinism)
     for module, names in mamba_ssm._KERNELS.items():
@@ -327,6 +334,7 @@ def test_a_package_without_one_of_the_kernels_is_named(monkeypatch):
     assert mamba_ssm.why_not_installed() is None
     assert mamba_ssm._kernels()._layer_norm_fwd == "the _layer_norm_fwd"
     assert switches == [True]
+    assert kept == [sys.modules[f"mamba_ssm.ops.triton.{module}"] for module in mamba_ssm._KERNELS]
     mamba_ssm.why_not_installed.cache_clear()
     mamba_ssm._kernels.cache_clear()
     del found._layer_norm_fwd
@@ -401,6 +409,21 @@ def test_kernels_leave_the_bits_of_other_documents_alone(i_seq, value):
     states = torch.arange(len(GPU_LENGTHS)) != i_seq
     for name in ("final_states", "dinitial_states"):
         assert torch.equal(after[name][states], before[name][states]), name
+
+
+@needs_gpu
+def test_kernels_hide_no_step_size_that_is_nan():
+    inputs = make_inputs(GPU_LENGTHS, dtype=torch.bfloat16, **SIZES)
+    document = slice(sum(GPU_LENGTHS[:-1]), None)
+    inputs["dt"][:, document.start + 1, 1] = torch.nan
+    results = run_kernels(inputs)
+    # before it nothing is, after it all of that head
+    expected = torch.zeros_like(results["y"], dtype=torch.bool)
+    expected[:, document.start + 1 :, 1] = True
+    assert torch.equal(results["y"].isnan(), expected)
+    assert results["final_states"][-1, 1].isnan().all()
+    for name in ("dA", "ddt_bias"):
+        assert results[name].isnan().tolist() == [i == 1 for i in range(len(results[name]))], name
 
 
 @needs_gpu

@@ -15,10 +15,20 @@ import triton
 
 COMPILES = os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available()
 ROWS = {"x", "dt", "z", "y", "dy", "dx", "ddt", "dz"}
-HALVES = ROWS | {"weight", "bias", "initial_states", "update", "rounded", "dupdate", "logits"}
+HALVES = ROWS | {
+    "weight",
+    "bias",
+    "initial_states",
+    "update",
+    "dupdate",
+    "logits",
+    "states",
+    "dadded",
+}
 INTEGERS = {"cu_seqlens", "cu_chunks", "seqs", "seq_idx", "targets"}
 SCAN = {"SOFTPLUS": True, "DSTATE": 16, "BLOCK_N": 16, "BLOCK_D": 128}
-STATES = {"BLOCK": 1024, "size": 8192, "chunk_size": 128}
+DECAYS = {"CHUNK": 256, "HEADS": 8, "nheads": 64}
+STATES = {"BLOCK": 1024, "size": 8192}
 CONV = {"WIDTH": 4, "SILU": True, "BLOCK_D": 128, "GROUP": 8, "dim": 4096}
 CONV |= {"stride_x": 8192, "stride_dy": 4096, "stride_dy_fork": 4096, "stride_dx": 8192}
 
@@ -30,7 +40,7 @@ def kernels():
     from xtuner_mamba.ops.linear_cross_entropy import triton as cross_entropy
     from xtuner_mamba.ops.rms_norm import triton as norm
     from xtuner_mamba.ops.selective_scan import chunks, gpu_layout, triton_bwd, triton_fwd
-    from xtuner_mamba.ops.ssd import triton_rows, triton_states
+    from xtuner_mamba.ops.ssd import triton_decays, triton_rows, triton_states
 
     layout = {"A_IS_LOG": True, "BLOCK": 64, "dim": 4096}
     sums = layout | {"ROWS": 16, "width": 1024}
@@ -56,8 +66,10 @@ def kernels():
             cross_entropy._cross_entropy_kernel,
             {"vocab": 50280, "IGNORE": -100, "NEEDS_GRAD": True, "BLOCK_V": 4096},
         ),
-        "chunk rows": (triton_rows._copy_rows_kernel, {"BLOCK": 4096}),
-        "states forward": (triton_states._pass_fwd_kernel, STATES | {"IN_PLACE": True}),
+        "chunk rows": (triton_rows._copy_rows_kernel, {"ROWS": 8, "BLOCK": 512}),
+        "decays forward": (triton_decays._decays_fwd_kernel, DECAYS),
+        "decays backward": (triton_decays._decays_bwd_kernel, DECAYS),
+        "states forward": (triton_states._pass_fwd_kernel, STATES),
         "states backward": (triton_states._pass_bwd_kernel, STATES),
         "conv forward, one tap": (conv_fwd._conv_fwd_kernel, {"WIDTH": 1}),
         "conv backward, one tap": (conv_bwd._conv_bwd_kernel, {"WIDTH": 1}),
@@ -70,7 +82,7 @@ def test_all_of_this_file_without_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "21 passed, 1 skipped" in run.stdout, run.stdout
+    assert "23 passed, 1 skipped" in run.stdout, run.stdout
 
 
 @pytest.mark.skipif(not COMPILES, reason="the test above runs it, or a GPU runs the kernels")
@@ -94,6 +106,8 @@ def test_all_of_this_file_without_the_interpreter():
         "sum",
         "cross entropy",
         "chunk rows",
+        "decays forward",
+        "decays backward",
         "states forward",
         "states backward",
         # windows of no tokens
@@ -113,7 +127,7 @@ def test_compiles(name):
             signature[arg] = "constexpr"
         elif arg in INTEGERS:
             signature[arg] = "*i32"
-        elif arg in ("order", "places"):
+        elif arg in ("order", "places", "sources", "doc_order"):
             signature[arg] = "*i64"
         elif arg in ("unknown_one", "eps"):
             signature[arg] = "fp32"
@@ -123,6 +137,7 @@ def test_compiles(name):
             "num_seqs",
             "num_groups",
             "num_parts",
+            "num_rows",
             "num_vectors",
             "block_t",
             "num_chunks",

@@ -21,18 +21,15 @@ from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid, chunk_size_for
 _HALVES = torch.float16, torch.bfloat16
 _OLDEST = "2.3.0"
 # their offsets are 32 bits wide
-_MAX_NUMBERS = 2**31
+MAX_NUMBERS = 2**31
 # of programs in the last two directions of a launch
 _MAX_PROGRAMS = 65535
+# of which one is chosen where none is asked for
+_CHUNK_SIZES = 32, 64, 128, 256
 # all that is relied upon beside its determinism module; mamba_ssm promises none of the names
 _KERNELS = {
     "ssd_bmm": ("_bmm_chunk_fwd", "_bmm_chunk_bwd"),
-    "ssd_chunk_state": (
-        "_chunk_cumsum_fwd",
-        "_chunk_cumsum_bwd",
-        "_chunk_state_fwd",
-        "_chunk_state_bwd_db",
-    ),
+    "ssd_chunk_state": ("_chunk_state_fwd", "_chunk_state_bwd_db"),
     "ssd_chunk_scan": (
         "_chunk_scan_fwd",
         "_chunk_scan_bwd_dz",
@@ -57,8 +54,7 @@ def ssd_mamba_ssm(
     reason = why_not_mamba_ssm(x)
     if reason is not None:
         raise RuntimeError(f"{reason}; take impl='reference'")
-    grid = ChunkGrid.from_cu_seqlens(cu_seqlens, chunk_size or chunk_size_for(cu_seqlens, 32, 256))
-    _check_chunks(grid, x, B)
+    grid = _cut_into_chunks(cu_seqlens, chunk_size, x, B)
     # kernels are launched on the current device, which need not be that of x
     with torch.cuda.device_of(x):
         return SsdFunction.apply(
@@ -90,24 +86,47 @@ def gated_rms_norm(
 
     Returns:
         ``(..., dim)`` in the dtype of ``x``.
+
+    Raises:
+        RuntimeError: The kernel cannot count the numbers of ``x``.
     """
     from xtuner_mamba.ops.ssd.gated_norm import GatedRmsNormFunction
 
+    if x.numel() > MAX_NUMBERS:
+        dim = x.shape[-1]
+        raise RuntimeError(
+            f"x must have at most {MAX_NUMBERS // dim} tokens of {dim} channels for mamba_ssm's "
+            f"norm, got {x.numel() // dim}; put fewer tokens into a pack"
+        )
     return GatedRmsNormFunction.apply(
         x, z, weight, eps, group_size, norm_before_gate, _kernels(), dz_out
     )
 
 
-def _check_chunks(grid: ChunkGrid, x: Tensor, B: Tensor) -> None:
-    num_chunks, (ngroups, dstate) = len(grid.chunk_order), B.shape[1:]
-    numbers = num_chunks * x[0].numel() * max(dstate, grid.chunk_size)
-    if numbers >= _MAX_NUMBERS or num_chunks * ngroups > _MAX_PROGRAMS:
-        most = min((_MAX_NUMBERS - 1) * num_chunks // numbers, _MAX_PROGRAMS // ngroups)
-        raise RuntimeError(
-            f"documents must have at most {most} chunks of {grid.chunk_size} tokens together for "
-            f"mamba_ssm, got {num_chunks}; put fewer documents into a pack, or take "
-            "impl='reference'"
-        )
+def _cut_into_chunks(cu_seqlens: Tensor, chunk_size: int | None, x: Tensor, B: Tensor) -> ChunkGrid:
+    """Leave few gaps; but states, one a chunk, may be so many that only larger chunks can be."""
+    if chunk_size is not None:
+        sizes = [chunk_size]
+    else:
+        smallest = chunk_size_for(cu_seqlens, _CHUNK_SIZES[0], _CHUNK_SIZES[-1])
+        sizes = [size for size in _CHUNK_SIZES if size >= smallest]
+    for size in sizes:
+        grid = ChunkGrid.from_cu_seqlens(cu_seqlens, size)
+        num_chunks, most = len(grid.chunk_order), _most_chunks(size, x, B)
+        if num_chunks <= most:
+            return grid
+    larger = "take a larger chunk_size, " if size < _CHUNK_SIZES[-1] else ""
+    raise RuntimeError(
+        f"documents must have at most {most} chunks of {size} tokens together for mamba_ssm, got "
+        f"{num_chunks}; {larger}put fewer documents into a pack, or take impl='reference'"
+    )
+
+
+def _most_chunks(chunk_size: int, x: Tensor, B: Tensor) -> int:
+    ngroups, dstate = B.shape[1:]
+    # heads have x and a state, groups have B, C and the products of both
+    numbers = max(x[0].numel(), ngroups * chunk_size) * max(dstate, chunk_size)
+    return min((MAX_NUMBERS - 1) // numbers, _MAX_PROGRAMS // ngroups)
 
 
 def why_not_mamba_ssm(x: Tensor) -> str | None:
@@ -146,7 +165,8 @@ def why_not_installed() -> str | None:
         )
     try:
         _kernels()
-    except ImportError as error:
+    # a package that does not fit torch, Triton or the GPU may raise anything
+    except Exception as error:
         return f"mamba-ssm must be importable, got {error!r}"
     return None
 
@@ -156,6 +176,8 @@ def _kernels() -> SimpleNamespace:
     """Import what is relied upon, and set it to add up in a fixed order."""
     from mamba_ssm.utils.determinism import set_deterministic_mode
 
+    from xtuner_mamba.ops.ssd.tuning import keep_timings
+
     kernels = SimpleNamespace()
     for module, names in _KERNELS.items():
         found = importlib.import_module(f"mamba_ssm.ops.triton.{module}")
@@ -163,6 +185,7 @@ def _kernels() -> SimpleNamespace:
             if not hasattr(found, name):
                 raise ImportError(f"mamba_ssm.ops.triton.{module} has no {name}")
             setattr(kernels, name, getattr(found, name))
+        keep_timings(found)
     # after the import, which would otherwise tune nothing
     set_deterministic_mode(True)
     return kernels

@@ -1,8 +1,8 @@
 """Forward and backward of the op from the kernels of mamba_ssm, one call each.
 
-As in mamba_ssm's ``_mamba_chunk_scan_combined_fwd`` and ``_bwd``, but for the states, which our own
-kernels hand from chunk to chunk. All chunks of all documents stand in one row; mamba_ssm's kernels
-read none but their own chunk and its states.
+As in mamba_ssm's ``_mamba_chunk_scan_combined_fwd`` and ``_bwd``, but for kernels of our own that
+sum decays, and hand states from chunk to chunk. All chunks of all documents stand in one row;
+mamba_ssm's kernels read none but their own chunk and its states.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from xtuner_mamba.ops.parts import GradientPart
 from xtuner_mamba.ops.selective_scan.recomputation import is_backward_next
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid
+from xtuner_mamba.ops.ssd.triton_decays import decays_bwd, decays_fwd
 from xtuner_mamba.ops.ssd.triton_rows import copy_rows
 from xtuner_mamba.ops.ssd.triton_states import pass_states_bwd, pass_states_fwd
 
@@ -32,10 +33,10 @@ class SsdFunction(torch.autograd.Function):
         kernels: SimpleNamespace, return_final_states: bool,
         dxBC_out: Sequence[GradientPart] | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        x, dt, B, C = (_row_of(grid, t) for t in (x, dt, B, C))
+        x, B, C = (_row_of(grid, t) for t in (x, B, C))
         z = None if z is None else _row_of(grid, z)
         D = None if D is None else D.contiguous()
-        dA_cumsum, steps = kernels._chunk_cumsum_fwd(dt, A, grid.chunk_size)
+        steps, dA_cumsum = decays_fwd(dt, A, grid)
         states, final_states = _states_before_chunks(
             B, x, steps, dA_cumsum, initial_states, grid, kernels, return_final_states
         )
@@ -44,17 +45,13 @@ class SsdFunction(torch.autograd.Function):
         ctx.grid, ctx.kernels, ctx.dxBC_out = grid, kernels, dxBC_out
         kept = states if is_backward_next() else states.new_empty(0)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, kept
-        )
+        ctx.save_for_backward(x, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, kept)
         return _tokens_of(grid, y), final_states
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor | None, dfinal_states: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, dt, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, states = (
-            ctx.saved_tensors
-        )
+        x, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, states = ctx.saved_tensors
         grid, kernels, ngroups = ctx.grid, ctx.kernels, B.shape[2]
         if not len(states):
             states, _ = _states_before_chunks(
@@ -67,6 +64,9 @@ class SsdFunction(torch.autograd.Function):
                 x, z, ungated, dy, grid.chunk_size, has_ddAcs=False, D=D
             )
         dstates = kernels._chunk_scan_bwd_dstates(C, dA_cumsum, dy, dtype=torch.float32)
+        # what is carried from step to step needs none
+        if not ctx.needs_input_grad[7]:
+            initial_states = None
         dadded, ddecays, dinitial_states = pass_states_bwd(
             dstates, states, dA_cumsum, grid, initial_states, dfinal_states, x.dtype
         )
@@ -84,14 +84,10 @@ class SsdFunction(torch.autograd.Function):
         dCB = kernels._chunk_scan_bwd_dcb(x, steps, dA_cumsum, dy, ngroups=ngroups)
         dB = kernels._bmm_chunk_bwd(C, dCB, residual=dB_added)
         dC = kernels._bmm_chunk_bwd(B, dCB.transpose(-1, -2), residual=dC_states)
-        # a decay acts on all that comes after it in the chunk, and on the state after that
-        ddA_cumsum[..., -1] += ddecays
-        ddA = kernels._chunk_scan_bwd_ddAcs_stable(x, steps, dA_cumsum, dy, CB)
-        ddA += ddA_to_end + ddA_cumsum.flip(-1).cumsum(-1).flip(-1)
-        ddt, dA, _ = kernels._chunk_cumsum_bwd(ddA, dsteps, dt, A)
+        ddA_within = kernels._chunk_scan_bwd_ddAcs_stable(x, steps, dA_cumsum, dy, CB)
+        ddt, dA = decays_bwd(ddA_within, ddA_to_end, ddA_cumsum, ddecays, dsteps, steps, A, grid)
         outs = ctx.dxBC_out or 3 * [None]
         dx, dB, dC = (_tokens_of(grid, t, out) for t, out in zip((dx, dB, dC), outs))
-        ddt = _tokens_of(grid, ddt)
         dz = None if dz is None else _tokens_of(grid, dz)
         return dx, ddt, dA, dB, dC, dD, dz, dinitial_states, None, None, None, None
 
