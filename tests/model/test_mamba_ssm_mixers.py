@@ -28,6 +28,8 @@ from xtuner_mamba.testing import relative_rms
 pytestmark = pytest.mark.xdist_group("mamba_ssm")
 LENGTHS = [5, 17, 1, 2, 9]
 LAYOUT = PackedLayout.from_lengths(LENGTHS)
+# of our kernels, which elsewhere are interpreted
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN = 16
 
 
@@ -104,7 +106,7 @@ def draw_hidden_states():
 def outputs_and_parameter_grads(mixer, forward, hidden_states):
     mixer.zero_grad()
     y = forward(hidden_states)
-    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
     (y * weights).sum().backward()
     return {"y": y.detach()} | {n: p.grad.clone() for n, p in mixer.named_parameters()}
 
@@ -192,10 +194,10 @@ def test_gradients_of_parts_are_where_ops_wrote_them(recompute, settings, monkey
     monkeypatch.setattr(parts.GradientPart, "allocate", note_written)
     monkeypatch.setattr(mamba2, "split_parts", note_arrived)
     torch.manual_seed(0)
-    mixer = Mamba2(**settings)
+    mixer = Mamba2(**settings).to(DEVICE)
     dispatch_packed(mixer, recompute=recompute)
-    with LAYOUT.published():
-        mixer(draw_hidden_states().float()).sum().backward()
+    with LAYOUT.to(DEVICE).published():
+        mixer(draw_hidden_states().float().to(DEVICE)).sum().backward()
     # recomputed, that of in_proj is cut twice
     dconvolved, dprojected, *_ = arrived
     dim, first = mixer.d_ssm, 2 * (32 - mixer.d_ssm)
@@ -213,10 +215,11 @@ def test_gradients_of_parts_are_where_ops_wrote_them(recompute, settings, monkey
 def test_gradients_are_those_that_autograd_lays_side_by_side(recompute, settings, monkeypatch):
     def run():
         torch.manual_seed(0)
-        mixer = Mamba2(**settings)
+        mixer = Mamba2(**settings).to(DEVICE)
         dispatch_packed(mixer, recompute=recompute)
-        with LAYOUT.published():
-            return outputs_and_parameter_grads(mixer, mixer, draw_hidden_states().float())
+        x = draw_hidden_states().float().to(DEVICE)
+        with LAYOUT.to(DEVICE).published():
+            return outputs_and_parameter_grads(mixer, mixer, x)
 
     def split_by_autograd(whole, sizes):
         return whole.split(sizes, dim=-1), len(sizes) * [None]

@@ -38,6 +38,7 @@ def _cache(monkeypatch, tmp_path):
     active = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
     monkeypatch.setattr(autotuner, "driver", SimpleNamespace(active=active))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.delenv("TRITON_CACHE_AUTOTUNING", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
