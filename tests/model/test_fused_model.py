@@ -276,6 +276,23 @@ def test_checkpointed_blocks_norm_for_themselves(ahead, use_reentrant):
     assert not ahead
 
 
+def test_a_script_may_checkpoint_blocks_itself(ahead):
+    results = []
+    for options in (FUSED, PLAIN):
+        model, (tokens, _, layout) = make_model(), make_batch()
+        dispatch_packed(model, **options)
+        with layout.published():
+            h = model.backbone.embeddings(tokens)
+            for block in model.backbone.layers:
+                h = checkpoint(block, h, use_reentrant=False)
+            model.backbone.norm_f(h).square().sum().backward()
+        parameters = model.backbone.named_parameters()
+        results.append({name: parameter.grad for name, parameter in parameters})
+    assert ahead
+    for name, expected in results[1].items():
+        assert relative_rms(results[0][name], expected) < 1e-5, name
+
+
 def test_by_default_only_a_gpu_gets_the_fused_ops(monkeypatch):
     calls = []
     for module, name in ((mamba_lm, "rms_norm"), (mamba_lm, "linear_cross_entropy")):

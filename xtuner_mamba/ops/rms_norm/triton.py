@@ -107,7 +107,8 @@ class RmsNormFunction(torch.autograd.Function):
         else:
             y, rounded, scales = ahead.y, ahead.rounded, ahead.scales
             ahead.y = ahead.rounded = ahead.scales = None
-        ctx.save_for_backward(rounded, scales, weight)
+        # of one shape, ahead or not: a checkpoint compares those of its two runs
+        ctx.save_for_backward(_rows_of(rounded), scales, weight)
         ctx.shape, ctx.x_dtype, ctx.ahead = x.shape, x.dtype, ahead
         ctx.set_materialize_grads(False)
         return y, residual
@@ -121,7 +122,7 @@ class RmsNormFunction(torch.autograd.Function):
         rounded, scales, weight = ctx.saved_tensors
         ahead = ctx.ahead
         dx, dweight, dupdate = _norm_bwd(
-            _rows_of(dy), None if dresidual is None else _rows_of(dresidual), _rows_of(rounded),
+            _rows_of(dy), None if dresidual is None else _rows_of(dresidual), rounded,
             scales, weight.contiguous(), ctx.x_dtype, None if ahead is None else ahead.update_dtype,
         )  # fmt: skip
         dx = dx.view(ctx.shape)
