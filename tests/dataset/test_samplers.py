@@ -1,5 +1,7 @@
 """RedrawSampler: packs of an epoch, through MMEngine's own dataloader and iterator."""
 
+import re
+
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -8,7 +10,13 @@ from mmengine.dataset import sampler as default_sampler
 from mmengine.runner import Runner, loops
 from xtuner.parallel.sequence import setup_distributed
 
-from xtuner_mamba.dataset import PackedDataset, RedrawSampler, packed_collate_fn, samplers
+from xtuner_mamba.dataset import (
+    PackedDataset,
+    RedrawSampler,
+    packed_collate_fn,
+    packed_dataset,
+    samplers,
+)
 from xtuner_mamba.dataset.packed_dataset import pack_documents
 
 NUM_EPOCHS = 3
@@ -155,6 +163,42 @@ def test_what_a_draw_leaves_out_is_told_every_epoch(make_documents, monkeypatch)
     assert packs.packing_report.num_masked_tokens == len(missing[0])
     assert all(missing)
     assert any(other != missing[0] for other in missing)
+
+
+@pytest.fixture
+def few_targets(make_documents):
+    """Documents of which the last tokens are the only targets, in many packs without one."""
+    lengths = np.random.default_rng(0).integers(20, 300, 60).tolist()
+    labels = [[-100] * (n - 3) + [1] * 3 for n in lengths]
+    return pack_documents(make_documents(lengths, labels), 32, packing="wrap")
+
+
+def test_every_epoch_has_all_targets_in_as_many_packs(few_targets, monkeypatch):
+    monkeypatch.setattr(samplers, "print_log", lambda *_, **__: None)
+    sampler, epochs = RedrawSampler(few_targets, shuffle=False), set()
+    for epoch in range(8):
+        sampler.set_epoch(epoch)
+        drawn = [few_targets[index] for index in sampler]
+        assert len(drawn) == len(few_targets)
+        # at most the first token of a pack's piece is none
+        assert 170 <= sum(label == 1 for pack in drawn for label in pack["labels"]) <= 180
+        epochs.add(tuple(tuple(pack["input_ids"]) for pack in drawn))
+        assert few_targets.is_first_draw == (epoch == 0)
+    assert len(epochs) == 8
+
+
+def test_a_draw_that_is_the_first_again_is_told(few_targets, monkeypatch):
+    monkeypatch.setattr(packed_dataset, "_MAX_ATTEMPTS", 0)
+    lines = []
+    monkeypatch.setattr(samplers, "print_log", lambda line, **_: lines.append(line))
+    first = few_targets[0, 0]
+    sampler = RedrawSampler(few_targets)
+    sampler.set_epoch(0)
+    assert not any("epoch 0 again" in line for line in lines)
+    sampler.set_epoch(3)
+    told = f"packs of epoch 3: those of epoch 0 again, since all draws .* {len(few_targets)} packs"
+    assert any(re.match(told, line) for line in lines)
+    assert few_targets[3, 0] == first
 
 
 def test_a_draw_of_everything_is_not_worth_a_word(packs, monkeypatch):

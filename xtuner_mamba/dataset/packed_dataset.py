@@ -12,7 +12,7 @@ from xtuner_mamba.dataset.report import PackingReport, padding_of_batches
 from xtuner_mamba.layout import IGNORE_INDEX
 
 PLANNERS = {"best_fit": plan_best_fit, "wrap": plan_wrap}
-# draws tried for a count of packs with a target that is not the first draw's
+# draws tried for one with no more packs with a target than the first
 _MAX_ATTEMPTS = 8
 
 
@@ -22,8 +22,8 @@ class PackedDataset(Dataset):
     ``dataset[i]`` is a pack of the first draw, ``dataset[epoch, i]`` one of the draw that
     ``epoch`` names. A draw is a pure function of the seed and the epoch: the epoch travels in
     the index, so worker processes and resumed runs see the same packs. Every draw holds every
-    piece, in the same number of packs; packs without a target are left out, not the same ones in
-    every draw: :attr:`left_out` tells.
+    target, in as many packs as the first; packs without a target are left out, not the same ones
+    in every draw: :attr:`left_out` tells.
 
     Args:
         documents: Where the tokens are, packed or not.
@@ -40,6 +40,8 @@ class PackedDataset(Dataset):
     """What packing made of the dataset; set by :func:`pack_documents`."""
     left_out: np.ndarray
     """Tokens of each pack that the last draw left out for want of a target, int64."""
+    is_first_draw: bool
+    """Whether the last draw is the first, also for want of another: see :meth:`draw`."""
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class PackedDataset(Dataset):
     ) -> None:
         self.documents, self.pieces = documents, pieces
         self._planner, self._max_length, self.seed = planner, max_length, seed
-        self._plan, self.left_out = self._draw_once(0, 0)
+        self._set_first_draw()
         self._epoch, self._num_packs = 0, len(self._plan)
         if self._num_packs == 0:
             raise ValueError(
@@ -87,25 +89,40 @@ class PackedDataset(Dataset):
         return (self[pack] for pack in range(len(self)))
 
     def draw(self, epoch: int) -> PackPlan:
-        """Return the packs of an epoch; those of the last epoch asked for are kept."""
+        """Return the packs of an epoch; those of the last epoch asked for are kept.
+
+        They are those of the first draw again if all that were tried have more packs with a target.
+        Where there are fewer, packs without one fill up the number.
+        """
         if epoch != self._epoch:
-            (self._plan, self.left_out), self._epoch = self._draw(epoch), epoch
+            self._draw(epoch)
+            self._epoch = epoch
         return self._plan
 
-    def _draw(self, epoch: int) -> tuple[PackPlan, np.ndarray]:
+    def _draw(self, epoch: int) -> None:
         for attempt in range(_MAX_ATTEMPTS):
-            plan, left_out = self._draw_once(epoch, attempt)
-            if len(plan) == len(self):
-                return plan, left_out
-        return self._draw_once(0, 0)
+            plan, kept = self._draw_once(epoch, attempt)
+            num_missing = len(self) - kept.sum()
+            if 0 <= num_missing <= (~kept).sum():
+                kept[np.flatnonzero(~kept)[:num_missing]] = True
+                self._keep(plan, kept)
+                self.is_first_draw = epoch == attempt == 0
+                return
+        self._set_first_draw()
+
+    def _set_first_draw(self) -> None:
+        self._keep(*self._draw_once(0, 0))
+        self.is_first_draw = True
+
+    def _keep(self, plan: PackPlan, kept: np.ndarray) -> None:
+        self._plan, self.left_out = plan.keep(kept), plan.lengths[~kept]
 
     def _draw_once(self, epoch: int, attempt: int) -> tuple[PackPlan, np.ndarray]:
-        """Return a plan, and the lengths of the packs left out because they have no target."""
+        """Return a plan, and whether each of its packs has a target."""
         rng = None if self.seed is None else np.random.default_rng((self.seed, epoch, attempt))
         plan = self._planner(self.pieces.lengths, self._max_length, rng)
         plan = PackPlan(plan.pieces.of(self.pieces), plan.offsets)
-        kept = self.documents.packs_with_target(plan)
-        return plan.keep(kept), plan.lengths[~kept]
+        return plan, self.documents.packs_with_target(plan)
 
 
 def pack_documents(

@@ -1,5 +1,6 @@
 """Samplers of packs."""
 
+import logging
 import math
 from collections.abc import Iterator
 
@@ -64,6 +65,13 @@ class RedrawSampler(DefaultSampler):
         super().set_epoch(epoch)
         # here, once: workers forked for this epoch find the plan made
         self.dataset.draw(epoch)
+        if epoch and self.dataset.is_first_draw:
+            print_log(
+                f"packs of epoch {epoch}: those of epoch 0 again, since all draws that were tried have "
+                f"more than {len(self.dataset):,} packs with a target; another seed has others",
+                logger="current",
+                level=logging.WARNING,
+            )
         left_out = self.dataset.left_out
         if len(left_out):
             print_log(
