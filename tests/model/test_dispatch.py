@@ -15,6 +15,7 @@ from mixer_families import make_bamba, make_falcon_mamba, make_mamba2, make_zamb
 from peft import LoraConfig, get_peft_model
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils import parametrize
@@ -164,6 +165,23 @@ def test_recurrences_and_convolutions_are_refused_whatever_is_around_them(model,
         dispatch_packed(model)
     assert not is_dispatched(model.backbone.layers[0].mixer)
     assert dispatch_packed(model, also_covered=["Memory"]).counts == {"MambaMixer": 3}
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile], ids=["FSDP", "compile"])
+def test_a_known_mixer_inside_another_layer_is_dispatched(model, wrap):
+    for layer in model.backbone.layers:
+        layer.mixer = wrap(layer.mixer)
+    assert dispatch_packed(model).counts == {"MambaMixer": 3}
+
+
+def test_a_copy_of_a_layer_copies_nothing_around_it(model):
+    dispatch_packed(model)
+    layer = copy.deepcopy(model.backbone.layers[1])
+    whole = copy.deepcopy(model)
+    for block, backbone in ((layer, model.backbone), (whole.backbone.layers[1], whole.backbone)):
+        assert block.forward.keywords["place"] == (backbone, 1)
+        assert block.mixer.forward.keywords["checkpointed_by"] == (backbone,)
+        assert block.mixer.forward.args == (block.mixer,)
 
 
 def test_a_convolution_over_one_token_mixes_none(model):

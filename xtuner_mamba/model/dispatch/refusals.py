@@ -31,9 +31,12 @@ def unnamed_mixers(model: nn.Module, named: Collection[str]) -> set[str]:
         class_name(layer)
         for block in model.modules()
         for name, layer in block.named_children()
-        if name == "mixer" and not isinstance(layer, nn.Identity)
+        if name == "mixer"
+        and not isinstance(layer, nn.Identity)
+        # PEFT, torch.compile and FSDP put a layer of their own around one that is known
+        and not any(class_name(part) in named for part in layer.modules())
     }
-    return in_place_of_mixers.difference(named) | {
+    return in_place_of_mixers | {
         class_name(layer)
         for layer in model.modules()
         if layer not in inside

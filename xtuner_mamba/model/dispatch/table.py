@@ -104,6 +104,14 @@ _OPTIONS_OF = {
 _MIXER_NAME = re.compile(r"(Mixer|Attention|SdpaAttention|FlashAttention2|Retention|MHA)$")
 
 
+class _Around(tuple):
+    """What a layer is told of the modules around it, which a copy of the layer does not copy."""
+
+    def __deepcopy__(self, memo: dict) -> "_Around":
+        # they have copies of their own where the whole model is copied
+        return type(self)(memo.get(id(item), item) for item in self)
+
+
 class _Replaced(NamedTuple):
     module: nn.Module
     slot: str
@@ -215,12 +223,12 @@ def dispatch_packed(
     options = {
         "fuse_norm": fuse_norm,
         "recompute": recompute,
-        "checkpointed_by": tuple(
+        "checkpointed_by": _Around(
             m for m in model.modules() if hasattr(m, "gradient_checkpointing")
         ),
     }
     places = {
-        block: (decoder, index)
+        block: _Around((decoder, index))
         for decoder in model.modules()
         if hasattr(decoder, "norm_f")
         for index, block in enumerate(getattr(decoder, "layers", ()))
