@@ -67,8 +67,8 @@ class RedrawSampler(DefaultSampler):
         self.dataset.draw(epoch)
         if epoch and self.dataset.is_first_draw:
             print_log(
-                f"packs of epoch {epoch}: those of epoch 0 again, since all draws that were tried have "
-                f"more than {len(self.dataset):,} packs with a target; another seed has others",
+                f"packs of epoch {epoch}: those of epoch 0 again, since all draws that were tried "
+                f"have more than {len(self.dataset):,} packs with a target; take another seed",
                 logger="current",
                 level=logging.WARNING,
             )
