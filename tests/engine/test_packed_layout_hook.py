@@ -1,5 +1,6 @@
 """Boundaries reach the model for one iteration, and the loss is the optimizer step's token mean."""
 
+import re
 import subprocess
 import sys
 from functools import partial
@@ -126,6 +127,27 @@ def test_resumed_training_equals_training_in_one_go(tmp_path):
     )
     for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "told"),
+    [
+        (dict(by_epoch=False, end=1), "two iterations or more, got one: .* leaves it at 0.25 of"),
+        (dict(by_epoch=False, end=2), None),
+        (dict(by_epoch=True, end=1), "two epochs or more, got one"),
+        # of 7 packs an epoch, as XTuner's templates count
+        (dict(by_epoch=True, end=0.2, convert_to_iter_based=True), "two iterations or more"),
+        (dict(by_epoch=True, end=0.4, convert_to_iter_based=True), None),
+    ],
+)
+def test_a_warm_up_that_does_not_end_is_told(tmp_path, schedule, told, capfd):
+    scheduler = dict(type="LinearLR", start_factor=0.25, **schedule)
+    runner = train(tmp_path, max_iters=3, micro_steps=1, lr=0.5, param_scheduler=scheduler)
+    lines = [line for line in capfd.readouterr().out.splitlines() if "lr must warm up" in line]
+    assert len(lines) == bool(told)
+    assert all(re.search(told, line) for line in lines)
+    # the reason to tell of it
+    assert runner.optim_wrapper.get_lr()["lr"] == [0.125 if told else 0.5]
 
 
 @pytest.mark.parametrize("mode", ["train", "val", "test"])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.logging import print_log
+from mmengine.optim import LinearParamScheduler
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from xtuner.utils.device import get_device
@@ -47,6 +48,7 @@ class PackedLayoutHook(Hook):
                 "train_cfg must use an iteration-based loop with PackedLayoutHook, got "
                 f"{type(loop).__name__}; use dict(type=xtuner.engine.runner.TrainLoop)"
             )
+        _warn_of_lost_warm_ups(runner)
         # TokenStepLoop has seen to it
         if isinstance(loop.dataloader_iterator, TokenWindows):
             return
@@ -97,6 +99,24 @@ def _warn_of_broken_steps(runner: Runner, micro_steps: int) -> None:
                 logger="current",
                 level=logging.WARNING,
             )
+
+
+def _warn_of_lost_warm_ups(runner: Runner) -> None:
+    """Tell of a warm-up too short to end, which few packs make of one that many rows had."""
+    schedulers = runner.param_schedulers or []
+    if isinstance(schedulers, dict):
+        schedulers = [scheduler for group in schedulers.values() for scheduler in group]
+    for scheduler in schedulers:
+        if not isinstance(scheduler, LinearParamScheduler) or scheduler.total_iters > 0:
+            continue
+        print_log(
+            f"{scheduler.param_name} must warm up for two "
+            f"{'epochs' if scheduler.by_epoch else 'iterations'} or more, got one: MMEngine leaves "
+            f"it at {scheduler.start_factor} of its value for good; raise warmup_ratio, or set "
+            "param_scheduler = None",
+            logger="current",
+            level=logging.WARNING,
+        )
 
 
 def _micro_steps(runner: Runner) -> int:
