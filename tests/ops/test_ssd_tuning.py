@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from triton import Config
 from triton.backends.compiler import GPUTarget
 from triton.runtime import autotuner
@@ -37,8 +38,9 @@ def _cache(monkeypatch, tmp_path):
     """An empty cache folder and a GPU of which Triton asks the name."""
     active = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
     monkeypatch.setattr(autotuner, "driver", SimpleNamespace(active=active))
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.delenv("TRITON_CACHE_AUTOTUNING", raising=False)
+    # not by the environment, over which goes what another test has set
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(triton.knobs.autotuning, "cache", False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
