@@ -78,21 +78,19 @@ def _conv_bwd_kernel(
         i_last = tl.load(seq_idx + first + tl.minimum(i_group + GROUP, num_read) - 1)
         is_inside = (i_last == i_seq) & (first + i_group - start >= WIDTH - 1)
         if is_inside & (i_group >= WIDTH - 1) & (i_group + GROUP <= num_own):
-            b_window, b_dxs, b_sums = _walk_group(
+            b_window, b_dxs, b_sums, i_seq, start = _walk_group(
                 b_xs, b_dys, b_window, b_dxs, b_taps, b_bias, p_dx, dfilter is not None,
                 seq_idx, cu_seqlens, i_seq, start, initial_states, dfinal_states,
                 first, i_group, num_own, num_read, stride_dx, dim, o_d, m_d,
                 WIDTH, SILU, GROUP, False,
             )  # fmt: skip
         else:
-            b_window, b_dxs, b_sums = _walk_group(
+            b_window, b_dxs, b_sums, i_seq, start = _walk_group(
                 b_xs, b_dys, b_window, b_dxs, b_taps, b_bias, p_dx, dfilter is not None,
                 seq_idx, cu_seqlens, i_seq, start, initial_states, dfinal_states,
                 first, i_group, num_own, num_read, stride_dx, dim, o_d, m_d,
                 WIDTH, SILU, GROUP, True,
             )  # fmt: skip
-        i_seq = i_last
-        start = tl.load(cu_seqlens + i_seq)
         p_x += GROUP * stride_x
         p_dy += GROUP * stride_dy
         if dy_fork is not None:
@@ -120,7 +118,8 @@ def _walk_group(
 
     ``EDGES`` asks at every token where documents and the program's own tokens begin and end.
 
-    Returns the next token's window, the incomplete dx, and the filter's gradient.
+    Returns the next token's window, the incomplete dx, the filter's gradient, and the last token's
+    document with its start.
     """
     b_sums = _zeros(WIDTH + 1, b_bias.shape[0])
     for i in tl.static_range(GROUP):
@@ -152,7 +151,7 @@ def _walk_group(
         tl.store(p_dx + (i - (WIDTH - 1)) * stride_dx, b_dxs[WIDTH - 1], mask=m_done)
         b_dxs = b_dxs[:-1]
         b_window = b_inputs[:-1]
-    return b_window, b_dxs, b_sums
+    return b_window, b_dxs, b_sums, i_seq, start
 
 
 @triton.jit
@@ -207,7 +206,8 @@ def _before_activation(b_dy, b_inputs, b_taps, b_bias, SILU: tl.constexpr, WIDTH
     if SILU:
         b_y = convolve(b_inputs, b_taps, b_bias, WIDTH)
         b_gate = sigmoid(b_y)
-        b_dy = b_dy * (b_gate * (1.0 + b_y * (1.0 - b_gate)))
+        b_dy *= b_gate
+        b_dy += b_dy * (b_y - b_y * b_gate)
     return b_dy
 
 
