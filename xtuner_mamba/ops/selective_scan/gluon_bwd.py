@@ -163,9 +163,11 @@ def _scan_bwd_kernel(
                 num_left = num_tokens - i_sub * GROUP
                 i_t = start + i_tile * TOKENS + i_sub * GROUP
                 o_t, o_dz = i_t * dim + o_d, i_t * stride_dz + o_d
+                # zeros before a run's first group, of which nothing was copied
                 b_h = h_rows.index(i_done % 2 * GROUPS + i_sub).load(TILE)
-                if i_tile + i_sub == 0:
-                    b_h = load_states(initial_states, i_first, o_h, dim)
+                if initial_states is not None:
+                    if i_tile + i_sub == 0:
+                        b_h = load_states(initial_states, i_first, o_h, dim)
                 if resets is not None:
                     group_resets = tile_resets >> i_sub * GROUP
                     # the document that reaches into the group

@@ -77,10 +77,9 @@ def _scan_fwd_kernel(
     o_n, o_d = tile_offsets(TILE, WARPS, 1, CHANNELS)
     o_d += o_block
     o_h = o_n * dim + gl.expand_dims(o_d, 0)
-    # in the order in which the backward's tiles of four parts hold the states, block by block
-    o_scratch = o_n % 4 + (o_n // 4 ^ gl.expand_dims(o_d // 8 % 4, 0)) * 4
-    o_scratch = o_scratch * SCRATCH_D + gl.expand_dims(o_d % SCRATCH_D, 0)
-    o_scratch += gl.expand_dims(o_d // SCRATCH_D, 0) * (16 * SCRATCH_D)
+    # block by block of the backward
+    o_scratch = gl.expand_dims(o_d // SCRATCH_D * (16 * SCRATCH_D) + o_d % SCRATCH_D, 0)
+    b_part = gl.expand_dims(o_d // 8 % 4, 0) + gl.zeros_like(o_n)
     b_A = gl.load(A + o_h)
     b_D = gl.zeros([WARPS, 1, PART], gl.float32, layout=ROW)
     if D is not None:
@@ -151,7 +150,8 @@ def _scan_fwd_kernel(
                 if y is not None:
                     p_y += UNROLL * dim
                 if unroll_states is not None:
-                    gl.store(p_states, b_h)
+                    # to one address and what an instruction adds to it
+                    gl.store(p_states + o_n * SCRATCH_D, _order_by_parts(b_h, b_part))
                     p_states += 16 * width
             for _ in range(0, num_tokens % UNROLL):
                 if resets is not None:
@@ -217,6 +217,31 @@ def _step(
         b_z = read_channels(z_rows, i_row, TILE)
         b_y *= b_z * sigmoid(b_z)
     return b_h, b_y
+
+
+@gluon.jit
+def _order_by_parts(b_h, b_part):
+    """Bring the states in the order in which the backward's lanes hold them, ``n ^ 4 i``."""
+    TILE: gl.constexpr = b_h.type.layout
+    b_h = _swap_halves(b_h, b_part // 2 == 1, 2)
+    b_h = _swap_halves(b_h, b_part % 2 == 1, 4)
+    return gl.convert_layout(b_h, TILE, assert_trivial=True)
+
+
+@gluon.jit
+def _swap_halves(b_v, m_swap, N: gl.constexpr):
+    """Swap neighbouring ``16 / N`` states where the mask says so."""
+    SHAPE: gl.constexpr = b_v.shape
+    b_low, b_high = gl.split(_pairs(b_v, N))
+    m_low, _ = gl.split(_pairs(m_swap, N))
+    b_v = gl.join(gl.where(m_low, b_high, b_low), gl.where(m_low, b_low, b_high))
+    return gl.reshape(gl.permute(b_v, (0, 5, 1, 2, 3, 4)), SHAPE)
+
+
+@gluon.jit
+def _pairs(b_v, N: gl.constexpr):
+    b_v = gl.reshape(b_v, (N // 2, 2, 16 // N, b_v.shape[1], b_v.shape[2], b_v.shape[3]))
+    return gl.permute(b_v, (0, 2, 3, 4, 5, 1))
 
 
 @gluon.jit
