@@ -159,19 +159,10 @@ def test_mamba2_is_the_recurrence(settings):
     assert_packed_equals(mixer, lambda document: mamba2_token_by_token(mixer, document))
 
 
-@SETTINGS
-def test_mamba2_is_the_recurrence_with_the_norm_of_mamba_ssm(settings, monkeypatch):
-    """A stand-in of it, with its arguments."""
-    monkeypatch.setattr(mamba2, "why_not_mamba_ssm", lambda y: None)
-    monkeypatch.setattr(mamba_ssm, "_kernels", lambda: ssd_stand_ins)
-    test_mamba2_is_the_recurrence(settings)
-
-
 @pytest.fixture
 def mixer_kernels(monkeypatch):
     """Let a mixer run as on a GPU: our kernels interpreted elsewhere, mamba_ssm's stood in for."""
     monkeypatch.setattr(mamba, "causal_conv1d", partial(causal_conv1d, impl="triton"))
-    monkeypatch.setattr(mamba2, "why_not_mamba_ssm", lambda y: None)
     monkeypatch.setattr(mamba_ssm, "why_not_mamba_ssm", lambda x: None)
     monkeypatch.setattr(mamba_ssm, "_kernels", lambda: ssd_stand_ins)
     monkeypatch.setattr(mamba2, "ssd", partial(ssd, impl="mamba_ssm"))

@@ -75,28 +75,6 @@ def _chunk_scan_chunk_state_bwd_dx(x, steps, dA_cumsum, B, CB, dout, dstates, *,
     return dx, dsteps, dD[0] if dD else None
 
 
-def _layer_norm_fwd(x, weight, bias, eps, *, z, out, is_rms_norm, **settings):
-    assert bias is None
-    assert is_rms_norm
-    out.copy_(_gated_norm(x, z, weight, eps, **settings))
-    return out, None, x.new_empty(0)
-
-
-def _layer_norm_bwd(dy, x, weight, bias, eps, mean, rstd, *, z, dz, is_rms_norm, **settings):
-    assert dz.shape == z.shape
-    dx, theirs, dweight = _gradients(
-        lambda *leaves: _gated_norm(*leaves, eps, **settings), dy, x, z, weight
-    )
-    return dx, dweight, None, dz.copy_(theirs)
-
-
-def _gated_norm(x, z, weight, eps, *, group_size, norm_before_gate):
-    if not norm_before_gate:
-        x = x * F.silu(z)
-    x = F.rms_norm(x.unflatten(-1, (-1, group_size)), (group_size,), eps=eps).flatten(-2) * weight
-    return x * F.silu(z) if norm_before_gate else x
-
-
 def _from_states(C, dA_cumsum, states):
     C = _by_head(C, dA_cumsum)
     y = torch.einsum("clhn,hcl,chpn->clhp", C, dA_cumsum[0].exp(), states[0])

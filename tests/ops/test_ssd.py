@@ -8,17 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ssd_inputs import LENGTHS, make_inputs
+from ssd_inputs import LENGTHS, gate_and_norm, make_inputs, normed_ssd, with_norm
 
 from xtuner_mamba.layout import PackedLayout
-from xtuner_mamba.ops import ssd
+from xtuner_mamba.ops import GatedNorm, ssd
 from xtuner_mamba.ops.ssd import api, mamba_ssm, tuning
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid, chunk_size_for
 from xtuner_mamba.testing import (
-    assert_as_accurate_as_eager,
     assert_errs_like_eager,
     documents,
-    eighths,
     in_float64,
     outputs_and_grads,
     relative_rms,
@@ -114,6 +112,23 @@ def test_limits_of_the_step_size():
     exact = outputs_and_grads(oracle, inputs, dt_softplus=True, dt_limit=(0.1, 0.3))
     assert_exact(run(inputs, dt_limit=(0.1, 0.3)), exact)
     assert relative_rms(run(inputs)["y"], exact["y"]) > 1e-3
+
+
+def normed_oracle(*, norm_weight, before_gate, z, **inputs):
+    y, final_states = oracle(**inputs)
+    y = gate_and_norm(y[0], z[0], norm_weight, inputs["B"].shape[2], before_gate)
+    return y[None], final_states
+
+
+@pytest.mark.parametrize("before_gate", [False, True])
+@pytest.mark.parametrize("ngroups", [1, 2])
+def test_a_norm_beside_the_gate(ngroups, before_gate):
+    inputs = with_norm(make_inputs([5, 9], ngroups=ngroups))
+    options = dict(dt_softplus=True, before_gate=before_gate)
+    exact = outputs_and_grads(normed_oracle, inputs, **options)
+    actual = outputs_and_grads(normed_ssd, inputs, impl="reference", **options)
+    assert_exact(actual, exact)
+    assert relative_rms(run(make_inputs([5, 9], ngroups=ngroups))["y"], exact["y"]) > 1e-3
 
 
 def test_skip_weights_of_every_channel():
@@ -252,6 +267,14 @@ def test_chunks_leave_few_gaps(lengths, size):
         (dict(initial_states=torch.zeros(1, 4, 3, 5)), "one state a document, got (1, 4, 3, 5)"),
         (dict(dt_limit=(0.5, 0.1)), "dt_limit must be a range of positive step sizes, got (0.5"),
         (dict(chunk_size=48), "chunk_size must be a power of 2, got 48"),
+        (
+            dict(norm=GatedNorm(torch.zeros(9), 1e-5)),
+            "norm.weight must have shape (12,), got (9,)",
+        ),
+        (
+            dict(norm=GatedNorm(torch.zeros(12), 1e-5), z=None),
+            "z must be given with norm, got None beside norm.eps=1e-05; pass",
+        ),
         (dict(impl="cuda"), "impl must be None, 'mamba_ssm' or 'reference', got 'cuda'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -332,15 +355,15 @@ def test_a_package_without_one_of_the_kernels_is_named(monkeypatch):
         monkeypatch.setitem(sys.modules, f"mamba_ssm.ops.triton.{module}", found)
     monkeypatch.setattr(mamba_ssm.importlib.metadata, "version", lambda name: "2.3.2.post1")
     assert mamba_ssm.why_not_installed() is None
-    assert mamba_ssm._kernels()._layer_norm_fwd == "the _layer_norm_fwd"
+    assert mamba_ssm._kernels()._bmm_chunk_fwd == "the _bmm_chunk_fwd"
     assert switches == [True]
     assert kept == [sys.modules[f"mamba_ssm.ops.triton.{module}"] for module in mamba_ssm._KERNELS]
     mamba_ssm.why_not_installed.cache_clear()
     mamba_ssm._kernels.cache_clear()
-    del found._layer_norm_fwd
+    del found._chunk_scan_chunk_state_bwd_dx
     assert mamba_ssm.why_not_installed() == (
         "mamba-ssm must be importable, got "
-        "ImportError('mamba_ssm.ops.triton.layernorm_gated has no _layer_norm_fwd')"
+        "ImportError('mamba_ssm.ops.triton.ssd_combined has no _chunk_scan_chunk_state_bwd_dx')"
     )
 
 
@@ -388,9 +411,12 @@ def test_kernels_err_like_eager(dtype):
 
 
 @needs_gpu
-def test_kernels_give_the_same_bits_twice():
-    inputs = make_inputs(GPU_LENGTHS, dtype=torch.bfloat16, **SIZES)
-    once, twice = run_kernels(inputs), run_kernels(inputs)
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_kernels_give_the_same_bits_twice(is_normed):
+    inputs, options = make_inputs(GPU_LENGTHS, dtype=torch.bfloat16, **SIZES), {}
+    if is_normed:
+        inputs, options = with_norm(inputs), dict(op=normed_ssd, before_gate=False)
+    once, twice = (run_kernels(inputs, **options) for _ in range(2))
     for name in once:
         assert torch.equal(once[name], twice[name]), name
 
@@ -426,40 +452,7 @@ def test_kernels_hide_no_step_size_that_is_nan():
         assert results[name].isnan().tolist() == [i == 1 for i in range(len(results[name]))], name
 
 
-@needs_gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("norm_before_gate", [False, True])
-@pytest.mark.parametrize("group_size", [256, 96])
-def test_gated_norm_errs_like_eager(group_size, norm_before_gate, dtype):
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randn(1, 500, 4, 2 * group_size, generator=draw).to(dtype)
-    # slices, as of what a layer has projected
-    inputs = tokens[:, :, 1], tokens[:, :, 2], tokens[0, 0, 0]
-    settings = dict(group_size=group_size, norm_before_gate=norm_before_gate)
-    exact = norm_and_grads(eager_gated_norm, inputs, torch.float64, **settings)
-    eager = norm_and_grads(eager_gated_norm, inputs, torch.float32, **settings)
-    actual = norm_and_grads(mamba_ssm.gated_rms_norm, inputs, dtype, **settings)
-    for name in exact:
-        rounded = eager[name].to(dtype)
-        assert_as_accurate_as_eager(name, actual[name], rounded, exact[name])
-
-
-def eager_gated_norm(x, z, weight, eps, *, group_size, norm_before_gate):
-    gate = torch.nn.functional.silu(z)
-    x = x if norm_before_gate else x * gate
-    x = torch.nn.functional.rms_norm(x.unflatten(-1, (-1, group_size)), (group_size,), eps=eps)
-    x = x.flatten(-2) * weight
-    return x * gate if norm_before_gate else x
-
-
-def norm_and_grads(norm, inputs, dtype, **settings):
-    leaves = [t.to("cuda", dtype).requires_grad_() for t in inputs]
-    y = norm(*leaves, 1e-5, **settings)
-    grads = torch.autograd.grad(y, leaves, eighths(y.shape).to(y))
-    return {n: t.detach().cpu() for n, t in zip(("y", "dx", "dz", "dweight"), (y, *grads))}
-
-
-def run_kernels(inputs):
+def run_kernels(inputs, *, op=ssd, **options):
     inputs = {name: t.cuda() for name, t in inputs.items()}
-    results = outputs_and_grads(ssd, inputs, dt_softplus=True, impl="mamba_ssm")
+    results = outputs_and_grads(op, inputs, dt_softplus=True, impl="mamba_ssm", **options)
     return {name: t.cpu() for name, t in results.items()}

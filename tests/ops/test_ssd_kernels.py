@@ -5,17 +5,17 @@ import re
 import pytest
 import ssd_stand_ins
 import torch
-from ssd_inputs import LENGTHS, make_inputs
+from ssd_inputs import LENGTHS, gate_and_norm, make_inputs, normed_ssd, with_norm
 
 from xtuner_mamba.layout import PackedLayout
-from xtuner_mamba.ops import backward_follows, ssd
-from xtuner_mamba.ops.parts import split_parts
-from xtuner_mamba.ops.ssd import gated_norm, mamba_ssm, mamba_ssm_function
+from xtuner_mamba.ops import GatedNorm, backward_follows, ssd
+from xtuner_mamba.ops.ssd import mamba_ssm, mamba_ssm_function, triton_gated_norm
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid
 from xtuner_mamba.ops.ssd.triton_decays import decays_bwd, decays_fwd
 from xtuner_mamba.ops.ssd.triton_rows import copy_rows
 from xtuner_mamba.ops.ssd.triton_states import pass_states_bwd, pass_states_fwd
 from xtuner_mamba.testing import (
+    assert_as_accurate_as_eager,
     eighths,
     in_float64,
     outputs_and_grads,
@@ -237,6 +237,48 @@ def test_nothing_of_a_document_reaches_the_decays_of_others():
     assert torch.equal(after["sums"][:, :, chunks], before["sums"][:, :, chunks])
 
 
+HALVES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]
+
+
+def run_norm(norm, inputs, *, grid=None):
+    """Results by name; with a grid the first input is laid into it."""
+    y, z, weight = (t.to(DEVICE) for t in inputs)
+    if grid is not None:
+        y = copy_rows(y, grid.sources)[None]
+    leaves = [t.detach().requires_grad_() for t in (y, z, weight)]
+    out = norm(*leaves)
+    grads = torch.autograd.grad(out, leaves, eighths(out.shape).to(out))
+    return dict(zip(("out", "dy", "dz", "dweight"), (out.detach(), *grads)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("before_gate", [False, True])
+@pytest.mark.parametrize("ngroups", [1, 4])
+def test_gated_norm_errs_like_eager(ngroups, before_gate, dtype):
+    grid = make_grid([3, 1, 60, 2])
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randn(66, 3, 8, 20, generator=draw).to(dtype)
+    # slices, as of what a layer has projected
+    inputs = tokens[:, 0], tokens[:, 1], tokens[0, 2].flatten()
+
+    def eager_norm(y, z, weight):
+        return gate_and_norm(y, z, weight, ngroups, before_gate)
+
+    def kernels(y, z, weight):
+        norm = GatedNorm(weight, 1e-5, before_gate)
+        return triton_gated_norm.gate_and_norm(y, z, norm, grid, ngroups, None)
+
+    exact = run_norm(eager_norm, [t.double() for t in inputs])
+    eager = run_norm(eager_norm, [t.float() for t in inputs])
+    actual = run_norm(kernels, inputs, grid=grid)
+    gaps = grid.sources < 0
+    assert actual["dy"][0, gaps].numel()
+    assert actual["dy"][0, gaps].eq(0).all()
+    actual["dy"] = actual["dy"][0, grid.slots]
+    for name in exact:
+        assert_as_accurate_as_eager(name, actual[name], eager[name].to(dtype), exact[name])
+
+
 # -- between stand-ins of mamba_ssm's kernels -----------------------------------------------------
 
 
@@ -246,9 +288,9 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(mamba_ssm, "_kernels", lambda: ssd_stand_ins)
 
 
-def run(inputs, **options):
+def run(inputs, *, op=ssd, **options):
     inputs = {name: t.to(DEVICE) for name, t in inputs.items()}
-    return outputs_and_grads(ssd, inputs, dt_softplus=True, **options)
+    return outputs_and_grads(op, inputs, dt_softplus=True, **options)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -276,12 +318,29 @@ def test_skip_weights_of_every_channel():
 
 
 @pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("before_gate", [False, True])
+@pytest.mark.parametrize("ngroups", [1, 2])
+def test_the_norm_after_the_kernels(ngroups, before_gate):
+    inputs = with_norm(make_inputs([7, 1, 1, 20, 3], ngroups=ngroups, dtype=torch.float32))
+    options = dict(op=normed_ssd, before_gate=before_gate)
+    exact = run(in_float64(inputs), impl="reference", **options)
+    actual = run(inputs, impl="mamba_ssm", chunk_size=4, **options)
+    errors = {name: relative_rms(actual[name], exact[name]) for name in exact}
+    assert max(errors.values()) < 3e-6, errors
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize("i_seq", range(4))
-def test_a_document_leaves_the_bits_of_the_others_alone(i_seq):
+def test_a_document_leaves_the_bits_of_the_others_alone(i_seq, is_normed):
     inputs = make_inputs([7, 1, 20, 3], dtype=torch.float32)
-    before = run(inputs, impl="mamba_ssm", chunk_size=4)
+    options = dict(impl="mamba_ssm", chunk_size=4)
+    if is_normed:
+        inputs = with_norm(inputs)
+        options |= dict(op=normed_ssd, before_gate=False)
+    before = run(inputs, **options)
     replaced, others = with_document_replaced(inputs, i_seq, torch.nan)
-    after = run(replaced, impl="mamba_ssm", chunk_size=4)
+    after = run(replaced, **options)
     for name in ("y", "dx", "ddt", "dB", "dC", "dz"):
         assert torch.equal(after[name][:, others], before[name][:, others]), name
         assert after[name].isnan().any(), name
@@ -344,61 +403,6 @@ def test_either_output_alone_has_gradients(output):
         result = getattr(ssd(**inputs, **options, impl=impl), output)
         grads.append(torch.autograd.grad(result.sum(), inputs["x"])[0])
     assert relative_rms(*grads) < 3e-6
-
-
-def run_norm(x, z, dz_out=None):
-    leaves = x.detach().requires_grad_(), z.detach().requires_grad_()
-    settings = dict(group_size=4, norm_before_gate=False, dz_out=dz_out)
-    y = mamba_ssm.gated_rms_norm(*leaves, torch.ones(8, device=DEVICE), 1e-5, **settings)
-    return y, *torch.autograd.grad(y, leaves, eighths(y.shape).to(y))
-
-
-@pytest.mark.usefixtures("stand_ins")
-def test_rows_too_far_apart_for_the_norm_are_copied(monkeypatch):
-    draw = torch.Generator().manual_seed(0)
-    wide = torch.randn(1, 6, 40, generator=draw).to(DEVICE)
-    x, z, _ = wide.split([8, 8, 24], dim=-1)
-    expected = run_norm(x, z)
-    # the last row ends with number 5 * 40 + 8
-    monkeypatch.setattr(gated_norm, "MAX_NUMBERS", 207)
-    reached = []
-
-    def note(name):
-        kernel = getattr(ssd_stand_ins, name)
-
-        def run(*args, **kwargs):
-            rows = [t for t in (*args, *kwargs.values()) if torch.is_tensor(t) and t.ndim == 2]
-            reached.extend((len(t) - 1) * t.stride(0) + t.shape[1] for t in rows)
-            return kernel(*args, **kwargs)
-
-        monkeypatch.setattr(ssd_stand_ins, name, run)
-
-    note("_layer_norm_fwd")
-    note("_layer_norm_bwd")
-    dz_out = split_parts(wide, [8, 8, 24]).gradients[1]
-    actual = run_norm(x, z, dz_out)
-    for ours, theirs in zip(actual, expected):
-        assert relative_rms(ours, theirs) < 1e-6
-    # and yet it is where it was wanted
-    assert actual[2].stride() == z.stride()
-    # x, z and y; dy, x, z and dz
-    assert reached == 7 * [6 * 8]
-    reached.clear()
-    monkeypatch.setattr(gated_norm, "MAX_NUMBERS", 208)
-    run_norm(x, z, dz_out)
-    # nothing is copied without need
-    assert sorted(reached) == [48, 48, 208, 208, 208, 208, 208]
-
-
-@pytest.mark.usefixtures("stand_ins")
-def test_more_tokens_than_the_norm_can_count_are_refused(monkeypatch):
-    monkeypatch.setattr(mamba_ssm, "MAX_NUMBERS", 47)
-    message = "at most 5 tokens of 8 channels for mamba_ssm's norm, got 6; put fewer tokens into"
-    x = torch.ones(1, 6, 8, device=DEVICE)
-    with pytest.raises(RuntimeError, match=message):
-        run_norm(x, x)
-    monkeypatch.setattr(mamba_ssm, "MAX_NUMBERS", 48)
-    run_norm(x, x)
 
 
 def cut(lengths, chunk_size=None, *, heads=(128, 64), groups=(1, 128)):

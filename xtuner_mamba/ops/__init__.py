@@ -5,11 +5,12 @@ from xtuner_mamba.ops.causal_conv1d import ConvWithStates, ForkedConv, causal_co
 from xtuner_mamba.ops.linear_cross_entropy import linear_cross_entropy
 from xtuner_mamba.ops.rms_norm import NormWithResidual, add_before_norm, rms_norm
 from xtuner_mamba.ops.selective_scan import ScanWithStates, backward_follows, selective_scan
-from xtuner_mamba.ops.ssd import SsdWithStates, ssd
+from xtuner_mamba.ops.ssd import GatedNorm, SsdWithStates, ssd
 
 __all__ = [
     "ConvWithStates",
     "ForkedConv",
+    "GatedNorm",
     "NormWithResidual",
     "ScanWithStates",
     "SsdWithStates",

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from xtuner_mamba.model.dispatch.cached_rows import CachedRows, refuse_cache_with_packs
 from xtuner_mamba.model.dispatch.mamba import Rows, convolve, mix_documents
-from xtuner_mamba.ops import ssd
-from xtuner_mamba.ops.parts import GradientPart, split_parts
-from xtuner_mamba.ops.ssd.mamba_ssm import gated_rms_norm, why_not_mamba_ssm
+from xtuner_mamba.ops import GatedNorm, ssd
+from xtuner_mamba.ops.parts import split_parts
 
 
 def mamba2_mixer_forward(
@@ -83,8 +82,7 @@ class _Settings(NamedTuple):
     ngroups: int
     dstate: int
     dt_limit: tuple[float, float]
-    norm_eps: float | None
-    norm_before_gate: bool
+    norm: GatedNorm | None
 
 
 def _settings(self: nn.Module, family: str) -> _Settings:
@@ -95,9 +93,10 @@ def _settings(self: nn.Module, family: str) -> _Settings:
             self.ngroups,
             self.d_state,
             self.dt_limit,
-            # there may be no norm
-            self.norm.eps if self.rmsnorm else None,
-            self.norm_before_gate,
+            # there may be a gate alone
+            GatedNorm(self.norm.weight, self.norm.eps, self.norm_before_gate)
+            if self.rmsnorm
+            else None,
         )
     return _Settings(
         self.num_heads * self.head_dim,
@@ -105,8 +104,7 @@ def _settings(self: nn.Module, family: str) -> _Settings:
         self.n_groups,
         self.ssm_state_size,
         self.time_step_limit,
-        self.norm.variance_epsilon,
-        norm_before_gate=False,
+        GatedNorm(self.norm.weight, self.norm.variance_epsilon),
     )
 
 
@@ -138,6 +136,8 @@ def _mix(
         C.unflatten(-1, (settings.ngroups, settings.dstate)),
         # one a head, or one a channel
         D=self.D if len(self.D) == nheads else self.D.view(nheads, settings.headdim),
+        z=z.unflatten(-1, (nheads, settings.headdim)),
+        norm=settings.norm,
         dt_bias=self.dt_bias,
         dt_softplus=True,
         dt_limit=tuple(settings.dt_limit),
@@ -145,41 +145,12 @@ def _mix(
         initial_states=None if rows is None else rows.initial_ssm_states(),
         return_final_states=rows is not None,
         dxBC_out=dxBC_out,
+        dz_out=dz_out,
     )
     if rows is not None:
         y, final_states = y
         rows.keep_ssm_states(final_states)
-    y = _gate_and_norm(self, y.flatten(2), z, settings, dz_out)
+    y = y.flatten(2)
     if gated_dim:
         y = torch.cat([F.silu(gate) * gated, y], dim=-1)
     return self.out_proj(y)
-
-
-def _gate_and_norm(
-    self: nn.Module, y: Tensor, z: Tensor, settings: _Settings, dz_out: GradientPart
-) -> Tensor:
-    """Gate and norm ``(batch, seqlen, dim)``, rounded once.
-
-    Each group of heads has a mean square of its own, as in mamba_ssm and in the kernel by which
-    transformers trains.
-    """
-    if settings.norm_eps is not None and why_not_mamba_ssm(y) is None:
-        return gated_rms_norm(
-            y,
-            z,
-            self.norm.weight,
-            settings.norm_eps,
-            group_size=settings.dim // settings.ngroups,
-            norm_before_gate=settings.norm_before_gate,
-            dz_out=dz_out,
-        )
-    dtype = torch.promote_types(y.dtype, torch.float32)
-    wide, gate = y.to(dtype), F.silu(z.to(dtype))
-    if settings.norm_eps is None:
-        return (wide * gate).to(y.dtype)
-    if not settings.norm_before_gate:
-        wide = wide * gate
-    wide = wide.unflatten(-1, (settings.ngroups, -1))
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + settings.norm_eps)
-    wide = wide.flatten(2) * self.norm.weight.to(dtype)
-    return (wide * gate if settings.norm_before_gate else wide).to(y.dtype)

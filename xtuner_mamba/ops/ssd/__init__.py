@@ -1,3 +1,4 @@
 from xtuner_mamba.ops.ssd.api import SsdWithStates, ssd
+from xtuner_mamba.ops.ssd.gated_norm import GatedNorm
 
-__all__ = ["SsdWithStates", "ssd"]
+__all__ = ["GatedNorm", "SsdWithStates", "ssd"]

@@ -4,7 +4,7 @@ For every document and head on its own, with the state h zero (or given) before 
 
     dt'  = clamp(softplus(dt + dt_bias))          (softplus and clamp only if asked for)
     h[t] = exp(dt'[t] A) h[t-1] + dt'[t] x[t] B[t]^T
-    y[t] = (h[t] C[t] + D x[t]) silu(z[t])
+    y[t] = (h[t] C[t] + D x[t]) silu(z[t])        (and normed, if asked for, see GatedNorm)
 
 Source: Dao and Gu, "Transformers are SSMs", 2024, section 6; argument names as in mamba_ssm's
 ``mamba_chunk_scan_combined``.
@@ -35,6 +35,7 @@ from xtuner_mamba.ops.checks import (
     resolve_cu_seqlens,
 )
 from xtuner_mamba.ops.parts import GradientPart
+from xtuner_mamba.ops.ssd.gated_norm import GatedNorm
 
 _logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ def ssd(
     *,
     D: Tensor | None = None,
     z: Tensor | None = None,
+    norm: GatedNorm | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
@@ -70,6 +72,7 @@ def ssd(
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
     dxBC_out: Sequence[GradientPart] | None = None,
+    dz_out: GradientPart | None = None,
     chunk_size: int | None = None,
     impl: Impl | None = None,
 ) -> Tensor | SsdWithStates:
@@ -86,6 +89,8 @@ def ssd(
         C: Output weights, ``(batch, seqlen, ngroups, dstate)``.
         D: Skip weights, ``(nheads,)`` or ``(nheads, headdim)``.
         z: Gate, ``(batch, seqlen, nheads, headdim)``.
+        norm: RMS norm after or before the gate; the channels of the heads that share B and C have
+            a mean square of their own.
         dt_bias: Added to ``dt``, ``(nheads,)``.
         dt_softplus: Apply softplus to ``dt + dt_bias``.
         dt_limit: Smallest and largest step size.
@@ -97,6 +102,7 @@ def ssd(
         dxBC_out: Where the backward of ``"mamba_ssm"`` writes the gradients of ``x``, ``B`` and
             ``C``, the ``gradients`` of :func:`~xtuner_mamba.ops.parts.split_parts`; elsewhere
             nothing is changed by it.
+        dz_out: The same of ``z``.
         chunk_size: Tokens of a document that are multiplied at once. Without influence on the
             result but for rounding; ``None`` leaves it to the implementation.
         impl: ``"mamba_ssm"`` are that package's Triton kernels, for 16-bit inputs on a GPU;
@@ -114,7 +120,7 @@ def ssd(
         RuntimeError: ``impl="mamba_ssm"`` cannot do it, or was chosen and would have to count more
             chunks than its kernels can.
     """
-    cu_seqlens = _check_inputs(x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states)
+    cu_seqlens = _check_inputs(x, dt, A, B, C, D, z, norm, dt_bias, cu_seqlens, initial_states)
     low, high = dt_limit
     if not 0 <= low <= high:
         raise ValueError(f"dt_limit must be a range of positive step sizes, got {dt_limit}")
@@ -132,8 +138,8 @@ def ssd(
         x_, B_, C_, z_ = (None if t is None else t.flatten(0, 1) for t in (x, B, C, z))
         op = _resolve(impl or _choose_impl(x))
         y, final_states = op(
-            x_, dt, A, B_, C_, D, z_, initial_states, cu_seqlens, chunk_size,
-            return_final_states=return_final_states, dxBC_out=dxBC_out,
+            x_, dt, A, B_, C_, D, z_, norm, initial_states, cu_seqlens, chunk_size,
+            return_final_states=return_final_states, dxBC_out=dxBC_out, dz_out=dz_out,
         )  # fmt: skip
     y = y.view(x.shape)
     return SsdWithStates(y, final_states) if return_final_states else y
@@ -176,6 +182,7 @@ def _check_inputs(
     C: Tensor,
     D: Tensor | None,
     z: Tensor | None,
+    norm: GatedNorm | None,
     dt_bias: Tensor | None,
     cu_seqlens: Tensor | None,
     initial_states: Tensor | None,
@@ -197,8 +204,11 @@ def _check_inputs(
         "C": (C, tuple(B.shape)),
         "z": (z, (batch, seqlen, nheads, headdim)),
         "dt_bias": (dt_bias, (nheads,)),
+        "norm.weight": (None if norm is None else norm.weight, (nheads * headdim,)),
     }
     check_shapes(expected)
+    if norm is not None and z is None:
+        raise ValueError(f"z must be given with norm, got None beside {norm.eps=}; pass the gate")
     if D is not None and D.shape not in ((nheads,), (nheads, headdim)):
         raise ValueError(
             f"D must have shape {(nheads,)} or {(nheads, headdim)}, got {tuple(D.shape)}"

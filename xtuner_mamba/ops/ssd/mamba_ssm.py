@@ -17,11 +17,12 @@ from torch import Tensor
 
 from xtuner_mamba.ops.parts import GradientPart
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid, chunk_size_for
+from xtuner_mamba.ops.ssd.gated_norm import GatedNorm
 
 _HALVES = torch.float16, torch.bfloat16
 _OLDEST = "2.3.0"
 # their offsets are 32 bits wide
-MAX_NUMBERS = 2**31
+_MAX_NUMBERS = 2**31
 # of programs in the last two directions of a launch
 _MAX_PROGRAMS = 65535
 # of which one is chosen where none is asked for
@@ -39,17 +40,18 @@ _KERNELS = {
         "_chunk_scan_bwd_ddAcs_stable",
     ),
     "ssd_combined": ("_chunk_scan_chunk_state_bwd_dx",),
-    "layernorm_gated": ("_layer_norm_fwd", "_layer_norm_bwd"),
 }
 
 
 def ssd_mamba_ssm(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    initial_states: Tensor | None, cu_seqlens: Tensor, chunk_size: int | None,
-    *, return_final_states: bool, dxBC_out: Sequence[GradientPart] | None = None,
+    norm: GatedNorm | None, initial_states: Tensor | None, cu_seqlens: Tensor,
+    chunk_size: int | None, *, return_final_states: bool,
+    dxBC_out: Sequence[GradientPart] | None = None, dz_out: GradientPart | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.ssd`; rows are laid end to end, step sizes are final."""
     from xtuner_mamba.ops.ssd.mamba_ssm_function import SsdFunction
+    from xtuner_mamba.ops.ssd.triton_gated_norm import gate_and_norm
 
     reason = why_not_mamba_ssm(x)
     if reason is not None:
@@ -57,50 +59,15 @@ def ssd_mamba_ssm(
     grid = _cut_into_chunks(cu_seqlens, chunk_size, x, B)
     # kernels are launched on the current device, which need not be that of x
     with torch.cuda.device_of(x):
-        return SsdFunction.apply(
-            x, dt, A, B, C, D, z, initial_states, grid, _kernels(), return_final_states, dxBC_out
-        )
-
-
-def gated_rms_norm(
-    x: Tensor,
-    z: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    group_size: int,
-    norm_before_gate: bool,
-    dz_out: GradientPart | None = None,
-) -> Tensor:
-    """Gate and norm groups of channels with mamba_ssm's kernel, rounded once.
-
-    Args:
-        x: ``(..., dim)``, for which :func:`why_not_mamba_ssm` finds no reason.
-        z: Gate, as ``x``.
-        weight: ``(dim,)``.
-        eps: Added to the mean squares.
-        group_size: Channels that have a mean square of their own.
-        norm_before_gate: Gate what was normed; norm what was gated otherwise.
-        dz_out: Where the backward writes the gradient of ``z``, one of the ``gradients`` of
-            :func:`~xtuner_mamba.ops.parts.split_parts`.
-
-    Returns:
-        ``(..., dim)`` in the dtype of ``x``.
-
-    Raises:
-        RuntimeError: The kernel cannot count the numbers of ``x``.
-    """
-    from xtuner_mamba.ops.ssd.gated_norm import GatedRmsNormFunction
-
-    if x.numel() > MAX_NUMBERS:
-        dim = x.shape[-1]
-        raise RuntimeError(
-            f"x must have at most {MAX_NUMBERS // dim} tokens of {dim} channels for mamba_ssm's "
-            f"norm, got {x.numel() // dim}; put fewer tokens into a pack"
-        )
-    return GatedRmsNormFunction.apply(
-        x, z, weight, eps, group_size, norm_before_gate, _kernels(), dz_out
-    )
+        # a norm gates as well, and takes the tokens out of their chunks
+        gate, dgate_out = (z, dz_out) if norm is None else (None, None)
+        y, final_states = SsdFunction.apply(
+            x, dt, A, B, C, D, gate, initial_states, grid, _kernels(), return_final_states,
+            norm is None, dxBC_out, dgate_out,
+        )  # fmt: skip
+        if norm is not None:
+            y = gate_and_norm(y, z, norm, grid, B.shape[1], dz_out)
+    return y, final_states
 
 
 def _cut_into_chunks(cu_seqlens: Tensor, chunk_size: int | None, x: Tensor, B: Tensor) -> ChunkGrid:
@@ -126,7 +93,7 @@ def _most_chunks(chunk_size: int, x: Tensor, B: Tensor) -> int:
     ngroups, dstate = B.shape[1:]
     # heads have x and a state, groups have B, C and the products of both
     numbers = max(x[0].numel(), ngroups * chunk_size) * max(dstate, chunk_size)
-    return min((MAX_NUMBERS - 1) // numbers, _MAX_PROGRAMS // ngroups)
+    return min((_MAX_NUMBERS - 1) // numbers, _MAX_PROGRAMS // ngroups)
 
 
 def why_not_mamba_ssm(x: Tensor) -> str | None:

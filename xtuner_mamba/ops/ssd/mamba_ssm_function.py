@@ -23,15 +23,16 @@ from xtuner_mamba.ops.ssd.triton_states import pass_states_bwd, pass_states_fwd
 class SsdFunction(torch.autograd.Function):
     """Keeps the states before chunks, the largest of its tensors, only if the backward comes next.
 
-    What a checkpoint counts is the same number of tensors either way.
+    What a checkpoint counts is the same number of tensors either way. The output stays in its
+    chunks, ``(1, slots, nheads, headdim)``, unless it ``leaves_chunks``.
     """
 
     @staticmethod
     def forward(
         ctx, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
         z: Tensor | None, initial_states: Tensor | None, grid: ChunkGrid,
-        kernels: SimpleNamespace, return_final_states: bool,
-        dxBC_out: Sequence[GradientPart] | None,
+        kernels: SimpleNamespace, return_final_states: bool, leaves_chunks: bool,
+        dxBC_out: Sequence[GradientPart] | None, dz_out: GradientPart | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         x, B, C = (_row_of(grid, t) for t in (x, B, C))
         z = None if z is None else _row_of(grid, z)
@@ -42,11 +43,12 @@ class SsdFunction(torch.autograd.Function):
         )
         CB = kernels._bmm_chunk_fwd(C, B, grid.chunk_size, output_dtype=torch.float32)
         y, ungated = kernels._chunk_scan_fwd(CB, x, steps, dA_cumsum, C, states, D=D, z=z)
-        ctx.grid, ctx.kernels, ctx.dxBC_out = grid, kernels, dxBC_out
+        ctx.grid, ctx.kernels, ctx.leaves_chunks = grid, kernels, leaves_chunks
+        ctx.dxBC_out, ctx.dz_out = dxBC_out, dz_out
         kept = states if is_backward_next() else states.new_empty(0)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, A, B, C, D, z, initial_states, dA_cumsum, steps, CB, ungated, kept)
-        return _tokens_of(grid, y), final_states
+        return _tokens_of(grid, y) if leaves_chunks else y, final_states
 
     @staticmethod
     @once_differentiable
@@ -57,7 +59,10 @@ class SsdFunction(torch.autograd.Function):
             states, _ = _states_before_chunks(
                 B, x, steps, dA_cumsum, initial_states, grid, kernels, return_final_states=False
             )
-        dy = torch.zeros_like(x) if dy is None else _row_of(grid, dy)
+        if dy is None:
+            dy = torch.zeros_like(x)
+        elif ctx.leaves_chunks:
+            dy = _row_of(grid, dy)
         dz = None
         if z is not None:
             dz, dy, dD = kernels._chunk_scan_bwd_dz(
@@ -88,8 +93,8 @@ class SsdFunction(torch.autograd.Function):
         ddt, dA = decays_bwd(ddA_within, ddA_to_end, ddA_cumsum, ddecays, dsteps, steps, A, grid)
         outs = ctx.dxBC_out or 3 * [None]
         dx, dB, dC = (_tokens_of(grid, t, out) for t, out in zip((dx, dB, dC), outs))
-        dz = None if dz is None else _tokens_of(grid, dz)
-        return dx, ddt, dA, dB, dC, dD, dz, dinitial_states, None, None, None, None
+        dz = None if dz is None else _tokens_of(grid, dz, ctx.dz_out)
+        return dx, ddt, dA, dB, dC, dD, dz, dinitial_states, *6 * [None]
 
 
 def _states_before_chunks(

@@ -8,16 +8,18 @@ from torch import Tensor
 
 from xtuner_mamba.ops.parts import GradientPart
 from xtuner_mamba.ops.ssd.chunk_grid import ChunkGrid, chunk_size_for
+from xtuner_mamba.ops.ssd.gated_norm import GatedNorm
 
 
 def ssd_reference(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    initial_states: Tensor | None, cu_seqlens: Tensor, chunk_size: int | None,
-    *, return_final_states: bool, dxBC_out: Sequence[GradientPart] | None = None,
+    norm: GatedNorm | None, initial_states: Tensor | None, cu_seqlens: Tensor,
+    chunk_size: int | None, *, return_final_states: bool,
+    dxBC_out: Sequence[GradientPart] | None = None, dz_out: GradientPart | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See :func:`xtuner_mamba.ops.ssd`; rows are laid end to end, step sizes are final.
 
-    ``dxBC_out`` is not made use of.
+    ``dxBC_out`` and ``dz_out`` are not made use of.
 
     In the equations c counts chunks, t and s their tokens, g groups, h heads of a group, p
     channels, n states. A chunk holds one document's tokens, so that nothing needs a mask.
@@ -49,8 +51,18 @@ def ssd_reference(
     if D is not None:
         y = y + D.to(dtype).view(len(D), -1) * x
     if z is not None:
-        y = y * F.silu(z.to(dtype))
+        y = _gate_and_norm(y, z.to(dtype), norm, B.shape[1])
     return y.to(out_dtype), final_states.flatten(1, 2) if return_final_states else None
+
+
+def _gate_and_norm(y: Tensor, z: Tensor, norm: GatedNorm | None, ngroups: int) -> Tensor:
+    gate = F.silu(z)
+    if norm is None:
+        return y * gate
+    groups = (y if norm.before_gate else y * gate).view(len(y), ngroups, -1)
+    groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + norm.eps)
+    y = (groups.flatten(1) * norm.weight.to(y.dtype)).view_as(z)
+    return y * gate if norm.before_gate else y
 
 
 def _sums_between(t: Tensor) -> Tensor:
