@@ -14,7 +14,7 @@ import torch
 import triton
 
 COMPILES = os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available()
-ROWS = {"x", "dt", "z", "y", "dy", "dx", "ddt", "dz"}
+ROWS = {"x", "dt", "z", "y", "dy", "dx", "ddt", "dz", "out", "dout"}
 HALVES = ROWS | {
     "weight",
     "bias",
@@ -28,6 +28,7 @@ HALVES = ROWS | {
 INTEGERS = {"cu_seqlens", "cu_chunks", "seqs", "seq_idx", "targets"}
 SCAN = {"SOFTPLUS": True, "DSTATE": 16, "BLOCK_N": 16, "BLOCK_D": 128}
 DECAYS = {"CHUNK": 256, "HEADS": 8, "nheads": 64}
+GATED_NORM = {"BEFORE_GATE": False, "BLOCK": 4096}
 STATES = {"BLOCK": 1024, "size": 8192}
 CONV = {"WIDTH": 4, "SILU": True, "BLOCK_D": 128, "GROUP": 8, "dim": 4096}
 CONV |= {"stride_x": 8192, "stride_dy": 4096, "stride_dy_fork": 4096, "stride_dx": 8192}
@@ -40,7 +41,7 @@ def kernels():
     from xtuner_mamba.ops.linear_cross_entropy import triton as cross_entropy
     from xtuner_mamba.ops.rms_norm import triton as norm
     from xtuner_mamba.ops.selective_scan import chunks, gpu_layout, triton_bwd, triton_fwd
-    from xtuner_mamba.ops.ssd import triton_decays, triton_rows, triton_states
+    from xtuner_mamba.ops.ssd import triton_decays, triton_gated_norm, triton_rows, triton_states
 
     layout = {"A_IS_LOG": True, "BLOCK": 64, "dim": 4096}
     sums = layout | {"ROWS": 16, "width": 1024}
@@ -69,6 +70,11 @@ def kernels():
         "chunk rows": (triton_rows._copy_rows_kernel, {"ROWS": 8, "BLOCK": 512}),
         "decays forward": (triton_decays._decays_fwd_kernel, DECAYS),
         "decays backward": (triton_decays._decays_bwd_kernel, DECAYS),
+        "gated norm forward": (triton_gated_norm._gated_norm_fwd_kernel, GATED_NORM),
+        "gated norm backward": (
+            triton_gated_norm._gated_norm_bwd_kernel,
+            GATED_NORM | {"BLOCK_T": 32},
+        ),
         "states forward": (triton_states._pass_fwd_kernel, STATES),
         "states backward": (triton_states._pass_bwd_kernel, STATES),
         "conv forward, one tap": (conv_fwd._conv_fwd_kernel, {"WIDTH": 1}),
@@ -82,7 +88,7 @@ def test_all_of_this_file_without_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "23 passed, 1 skipped" in run.stdout, run.stdout
+    assert "25 passed, 1 skipped" in run.stdout, run.stdout
 
 
 @pytest.mark.skipif(not COMPILES, reason="the test above runs it, or a GPU runs the kernels")
@@ -108,6 +114,8 @@ def test_all_of_this_file_without_the_interpreter():
         "chunk rows",
         "decays forward",
         "decays backward",
+        "gated norm forward",
+        "gated norm backward",
         "states forward",
         "states backward",
         # windows of no tokens
@@ -127,7 +135,7 @@ def test_compiles(name):
             signature[arg] = "constexpr"
         elif arg in INTEGERS:
             signature[arg] = "*i32"
-        elif arg in ("order", "places", "sources", "doc_order"):
+        elif arg in ("order", "places", "slots", "sources", "doc_order"):
             signature[arg] = "*i64"
         elif arg in ("unknown_one", "eps"):
             signature[arg] = "fp32"
@@ -138,10 +146,12 @@ def test_compiles(name):
             "num_groups",
             "num_parts",
             "num_rows",
+            "num_slots",
             "num_vectors",
             "block_t",
             "num_chunks",
             "chunk_size",
+            "size",
         ):
             signature[arg] = "i32"
         else:

@@ -90,7 +90,7 @@ def ssd(
         D: Skip weights, ``(nheads,)`` or ``(nheads, headdim)``.
         z: Gate, ``(batch, seqlen, nheads, headdim)``.
         norm: RMS norm after or before the gate; the channels of the heads that share B and C have
-            a mean square of their own.
+            a mean square of their own. ``"mamba_ssm"`` also rounds what is gated and normed.
         dt_bias: Added to ``dt``, ``(nheads,)``.
         dt_softplus: Apply softplus to ``dt + dt_bias``.
         dt_limit: Smallest and largest step size.

@@ -59,9 +59,10 @@ class GatedNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, z, weight, eps, before_gate, grid, ngroups, dz_out):
         out = z.new_empty(z.shape, dtype=y.dtype)
-        rows, gates = y[0].flatten(1), with_unit_stride(z.flatten(1))
-        weight = weight.contiguous()
-        scales = _gated_norm_fwd(rows, gates, weight, eps, before_gate, grid, ngroups, out)
+        y, gates, weight = y.contiguous(), with_unit_stride(z.flatten(1)), weight.contiguous()
+        scales = _gated_norm_fwd(
+            y[0].flatten(1), gates, weight, eps, before_gate, grid, ngroups, out
+        )
         ctx.save_for_backward(y, gates, weight, scales)
         ctx.before_gate, ctx.grid, ctx.dz_out = before_gate, grid, dz_out
         return out
@@ -111,13 +112,13 @@ def _gated_norm_bwd_kernel(
     num_slots, dim, size,
     BEFORE_GATE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * BLOCK_T
+    i_block = tl.program_id(0).to(tl.int64)
     i_group = tl.program_id(1)
     o_size = tl.arange(0, BLOCK)
     m = o_size < size
     o_d = i_group * size + o_size
     b_dw = tl.zeros((BLOCK,), dtype=tl.float32)
-    for i_slot in range(first, tl.minimum(first + BLOCK_T, num_slots)):
+    for i_slot in range(i_block * BLOCK_T, tl.minimum((i_block + 1) * BLOCK_T, num_slots)):
         i_t = tl.load(sources + i_slot)
         # a gap has no token, and a gradient of zero
         m_t = m & (i_t >= 0)
@@ -145,7 +146,7 @@ def _gated_norm_bwd_kernel(
         b_dz = b_dgate * b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
         tl.store(dy + i_slot * dim + o_d, b_dy, mask=m)
         tl.store(dz + i_t * stride_dz + o_d, b_dz, mask=m_t)
-    tl.store(dweights + tl.program_id(0) * dim + o_d, b_dw, mask=m)
+    tl.store(dweights + i_block * dim + o_d, b_dw, mask=m)
 
 
 def _gated_norm_fwd(
