@@ -286,6 +286,23 @@ def test_gated_norm_errs_like_eager(ngroups, headdim, before_gate, dtype):
     assert relative_rms(rounded, exact["dweight"]) < 4 * torch.finfo(dtype).eps
 
 
+def test_a_gated_norm_takes_tokens_in_any_order_of_memory():
+    grid = make_grid([3, 1])
+    draw = torch.Generator().manual_seed(0)
+    y = torch.randn(1, 8, 2, 4, generator=draw).to(DEVICE)
+    z, weight = y[0, :4].flip(0), torch.ones(8, device=DEVICE)
+
+    def run(y):
+        y = y.detach().requires_grad_()
+        out = triton_gated_norm.gate_and_norm(y, z, GatedNorm(weight, 1e-5), grid, 2, None)
+        return out, *torch.autograd.grad(out, y, z)
+
+    transposed = y.mT.contiguous().mT
+    assert not transposed.is_contiguous()
+    for result, expected in zip(run(transposed), run(y)):
+        assert torch.equal(result, expected)
+
+
 def test_rows_of_a_gated_norm_may_lie_as_far_apart_as_memory_reaches():
     grid, dim, far = make_grid([2, 1]), 8, 2**30
     draw = torch.Generator().manual_seed(0)
