@@ -5,6 +5,7 @@ without a GPU the first test runs all others in a process of their own.
 """
 
 import functools
+import importlib
 import os
 import subprocess
 import sys
@@ -314,6 +315,28 @@ def test_rows_need_not_be_contiguous():
     leaves = [{k: t.to(DEVICE) for k, t in i.items()} for i in (inputs, strided)]
     ys = [selective_scan(**i, dt_softplus=True, impl="gluon") for i in leaves]
     assert torch.equal(*ys)
+
+
+@runs_kernels
+@pytest.mark.parametrize("has_fork", [False, True])
+def test_the_convs_dx_has_the_same_bits_without_its_filters_gradient(has_fork, monkeypatch):
+    # of Triton, but no matter of what an interpreter does: the compiler may round differently
+    triton_bwd = importlib.import_module("xtuner_mamba.ops.causal_conv1d.triton_bwd")
+    if not HOPPER:
+        for name in ("_conv_bwd_kernel", "_sum_filter_kernel"):
+            monkeypatch.setattr(triton_bwd, name, emulated(triton_bwd, name))
+    layout = PackedLayout.from_lengths([5, 40, 3, 1, 30, 17]).to(DEVICE)
+    draw = torch.Generator().manual_seed(0)
+    x, dy, fork = (torch.randn(96, 32, generator=draw).to(DEVICE) for _ in range(3))
+    weight = torch.randn(32, 4, generator=draw).to(DEVICE)
+    dxs = []
+    for dweight in (torch.empty_like(weight), None):
+        dxs.append(torch.empty_like(x))
+        triton_bwd._conv_bwd(
+            x, weight, None, None, layout.cu_seqlens, layout.seq_idx.flatten(), "silu",
+            dy, fork if has_fork else None, None, dxs[-1], dweight, None,
+        )  # fmt: skip
+    assert torch.equal(*dxs)
 
 
 @pytest.mark.skipif(HOPPER or not EMULATED, reason="asks something of the emulator")

@@ -16,7 +16,7 @@ from xtuner_mamba.ops.ssd.triton_decays import decays_bwd, decays_fwd
 from xtuner_mamba.ops.ssd.triton_rows import copy_rows
 from xtuner_mamba.ops.ssd.triton_states import pass_states_bwd, pass_states_fwd
 from xtuner_mamba.testing import (
-    assert_as_accurate_as_eager,
+    assert_errs_like_eager,
     eighths,
     in_float64,
     outputs_and_grads,
@@ -259,10 +259,6 @@ def run_norm(norm, inputs, *, grid=None):
 def test_gated_norm_errs_like_eager(ngroups, headdim, before_gate, dtype):
     # more than a program of the backward takes
     grid = make_grid([3, 1, 40, 2])
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randn(46, 3, 8, headdim, generator=draw).to(dtype)
-    # slices, as of what a layer has projected; and a weight that stays wide
-    inputs = tokens[:, 0], tokens[:, 1], tokens[0, 2].flatten().float()
 
     def eager_norm(y, z, weight):
         return gate_and_norm(y, z, weight, ngroups, before_gate)
@@ -271,16 +267,23 @@ def test_gated_norm_errs_like_eager(ngroups, headdim, before_gate, dtype):
         norm = GatedNorm(weight, 1e-5, before_gate)
         return triton_gated_norm.gate_and_norm(y, z, norm, grid, ngroups, None)
 
-    exact = run_norm(eager_norm, [t.double() for t in inputs])
-    eager = run_norm(eager_norm, [t.float() for t in inputs])
-    actual = run_norm(kernels, inputs, grid=grid)
-    gaps = grid.sources < 0
-    assert actual["dy"][0, gaps].numel()
-    assert actual["dy"][0, gaps].eq(0).all()
-    actual["dy"] = actual["dy"][0, grid.slots]
-    for name in exact:
-        rounded = eager[name] if name == "dweight" else eager[name].to(dtype)
-        assert_as_accurate_as_eager(name, actual[name], rounded, exact[name])
+    draws = []
+    for seed in range(3):
+        draw = torch.Generator().manual_seed(seed)
+        tokens = torch.randn(46, 3, 8, headdim, generator=draw).to(dtype)
+        # slices, as of what a layer has projected; and a weight that stays wide
+        inputs = tokens[:, 0], tokens[:, 1], tokens[0, 2].flatten().float()
+        exact = run_norm(eager_norm, [t.double() for t in inputs])
+        eager = run_norm(eager_norm, [t.float() for t in inputs])
+        eager = {n: t if n == "dweight" else t.to(dtype) for n, t in eager.items()}
+        actual = run_norm(kernels, inputs, grid=grid)
+        gaps = grid.sources < 0
+        assert actual["dy"][0, gaps].numel()
+        assert actual["dy"][0, gaps].eq(0).all()
+        actual["dy"] = actual["dy"][0, grid.slots]
+        draws.append((actual, eager, exact))
+    # the special-function unit errs by 2 units in the last place
+    assert_errs_like_eager(*zip(*draws), factor=3 if GPU else 2)
     rounded = run_norm(kernels, [*inputs[:2], inputs[2].to(dtype)], grid=grid)["dweight"]
     assert rounded.dtype == dtype
     assert relative_rms(rounded, exact["dweight"]) < 4 * torch.finfo(dtype).eps

@@ -207,7 +207,7 @@ def _before_activation(b_dy, b_inputs, b_taps, b_bias, SILU: tl.constexpr, WIDTH
         b_y = convolve(b_inputs, b_taps, b_bias, WIDTH)
         b_gate = sigmoid(b_y)
         b_dy *= b_gate
-        b_dy += b_dy * (b_y - b_y * b_gate)
+        b_dy = tl.fma(b_dy, tl.fma(-b_y, b_gate, b_y), b_dy)
     return b_dy
 
 
@@ -221,14 +221,18 @@ def _add_filter_gradient(b_sums, b_g, b_inputs, WIDTH: tl.constexpr):
 
 @triton.jit
 def _add_input_gradient(b_dxs, b_g, b_taps, position, WIDTH: tl.constexpr, EDGES: tl.constexpr):
-    """Return dx of a token and of the ``WIDTH - 1`` before, as far as this token adds to it."""
+    """Return dx of a token and of the ``WIDTH - 1`` before, as far as this token adds to it.
+
+    Multiply-adds are named as such, here and for g: left to the compiler, some would be rounded in
+    another way where nobody asks for the filter's gradient.
+    """
     b_new = (b_taps[0] * b_g,)
     for i in tl.static_range(1, WIDTH):
-        b_added = b_taps[i] * b_g
+        b_dx = tl.fma(b_taps[i], b_g, b_dxs[i - 1])
         if EDGES:
             # chosen, not multiplied by 0: the token before may be another document's
-            b_added = tl.where(position >= i, b_added, 0.0)
-        b_new = b_new + (b_dxs[i - 1] + b_added,)
+            b_dx = tl.where(position >= i, b_dx, b_dxs[i - 1])
+        b_new = b_new + (b_dx,)
     return b_new
 
 
