@@ -2,8 +2,9 @@
 
 All threads of a block run in lockstep, every register an array over them, blocks one after
 another. That asks for branches that a whole block takes alike, which the kernels have. What
-lockstep would hide, the shared memory reports: a word that two warps touch, one of them writing,
-without a barrier between, or that a copy in flight may still overwrite, raises :class:`Race`.
+lockstep would hide, the shared memory reports: what two warps touch, one of them writing, without
+a barrier between, or what a copy in flight may still overwrite, raises :class:`Race`. Global memory
+outside of all tensors raises :class:`OutOfBounds`.
 The special-function unit is exact here but for one rounding; how far it errs is a GPU's to show.
 """
 
@@ -39,7 +40,11 @@ _TYPES = {
 
 
 class Race(AssertionError):
-    """Two warps touch a word of shared memory in an order that nothing fixes."""
+    """Two warps touch the same shared memory in an order that nothing fixes."""
+
+
+class OutOfBounds(AssertionError):
+    """A byte of global memory that is no tensor's."""
 
 
 class GlobalMemory:
@@ -54,9 +59,16 @@ class GlobalMemory:
                 content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
                 self.storages[storage.data_ptr()] = end, content
                 end += -(-len(content) // 256) * 256 + 256
-        self.bytes = np.full(end, 0xFF, np.uint8)
+        self.bytes, self.is_owned = np.full(end, 0xFF, np.uint8), np.zeros(end, bool)
         for first, content in self.storages.values():
             self.bytes[first : first + len(content)] = content
+            self.is_owned[first : first + len(content)] = True
+
+    def check(self, addresses: np.ndarray) -> None:
+        is_owned = (addresses >= 0) & (addresses < len(self.bytes))
+        is_owned[is_owned] = self.is_owned[addresses[is_owned]]
+        if not is_owned.all():
+            raise OutOfBounds(f"global bytes {np.unique(addresses[~is_owned])[:8].tolist()}")
 
     def address(self, tensor: torch.Tensor) -> int:
         first, _ = self.storages[tensor.untyped_storage().data_ptr()]
@@ -68,32 +80,33 @@ class GlobalMemory:
 
 
 class SharedMemory:
-    """Shared memory that knows which warp touched a word since the last barrier."""
+    """Shared memory that knows which warp touched a half of a word since the last barrier."""
 
     def __init__(self, size: int, num_threads: int) -> None:
         self.bytes = np.full(size, 0xFF, np.uint8)
         self.epoch = 0
         self.warp = np.arange(num_threads) // WARP
-        words = size // 4
-        self.write_epoch, self.read_epoch = np.full(words, -1), np.full(words, -1)
-        self.writer, self.reader = np.full(words, -1), np.full(words, -1)
-        self.in_flight = np.zeros(words, bool)
+        halves = size // 2
+        self.write_epoch, self.read_epoch = np.full(halves, -1), np.full(halves, -1)
+        self.writer, self.reader = np.full(halves, -1), np.full(halves, -1)
+        self.in_flight = np.zeros(halves, bool)
 
     def check(self, addresses: np.ndarray, size: int, warps: np.ndarray, *, write: bool) -> None:
-        words = (addresses[:, None] + np.arange(0, size, min(size, 4))) // 4
-        warps = np.broadcast_to(warps[:, None], words.shape)
-        clash = self.in_flight[words]
-        clash |= (self.write_epoch[words] == self.epoch) & (self.writer[words] != warps)
+        halves = (addresses[:, None] + np.arange(0, size, 2)) // 2
+        warps = np.broadcast_to(warps[:, None], halves.shape)
+        clash = self.in_flight[halves]
+        clash |= (self.write_epoch[halves] == self.epoch) & (self.writer[halves] != warps)
         if write:
             # reader -2: read by several warps
-            clash |= (self.read_epoch[words] == self.epoch) & (self.reader[words] != warps)
+            clash |= (self.read_epoch[halves] == self.epoch) & (self.reader[halves] != warps)
         if clash.any():
-            raise Race(f"shared words {np.unique(words[clash])[:8].tolist()}")
-        flat, of = words.ravel(), warps.ravel()
+            raise Race(f"halves of shared words {np.unique(halves[clash])[:8].tolist()}")
+        flat, of = halves.ravel(), warps.ravel()
         if write:
             self.write_epoch[flat], self.writer[flat] = self.epoch, of
             if (self.writer[flat] != of).any():
-                raise Race(f"shared words {np.unique(flat[self.writer[flat] != of])[:8].tolist()}")
+                lost = np.unique(flat[self.writer[flat] != of])
+                raise Race(f"halves of shared words {lost[:8].tolist()}")
         else:
             fresh = self.read_epoch[flat] != self.epoch
             self.reader[flat] = np.where(fresh | (self.reader[flat] == of), of, -2)
@@ -270,7 +283,10 @@ class _Block:
         self._arithmetic(shift, mods[-1], operands, active, kinds=[mods[-1], "u32"])
 
     def _div(self, mods, operands, active):
-        self._arithmetic(lambda a, b: np.trunc(a / b).astype(a.dtype), mods[-1], operands, active)
+        def divide(a, b):
+            return a / b if a.dtype == np.float32 else np.trunc(a / b).astype(a.dtype)
+
+        self._arithmetic(divide, mods[-1], operands, active)
 
     def _mul(self, mods, operands, active):
         self._mad(mods, operands, active)
@@ -386,8 +402,9 @@ class _Block:
         space = self.memory
         if mods[0].startswith("shared"):
             space = self.shared
-            width = size * len(names)
-            space.check(address[chosen], width, space.warp[chosen], write=False)
+            space.check(address[chosen], size * len(names), space.warp[chosen], write=False)
+        else:
+            space.check(address[chosen, None] + np.arange(size * len(names)))
         for i, name in enumerate(names):
             value = np.zeros(self.num_threads, dtype)
             if name in self.registers:
@@ -403,6 +420,8 @@ class _Block:
         if mods[0].startswith("shared"):
             space = self.shared
             space.check(address[chosen], size * len(names), space.warp[chosen], write=True)
+        else:
+            space.check(address[chosen, None] + np.arange(size * len(names)))
         for i, name in enumerate(names):
             where = (address[chosen] + i * size) // size
             space.bytes.view(dtype)[where] = self._get(name, mods[-1])[chosen]
@@ -450,15 +469,16 @@ class _Block:
             if len(operands) == 4:
                 read = self._get(operands[3], "u32").astype(np.int64)[chosen]
             self.shared.check(target, size, self.shared.warp[chosen], write=True)
-            words = (target[:, None] + offsets[::4]) // 4
-            self.shared.in_flight[words] = True
+            halves = (target[:, None] + offsets[::2]) // 2
+            self.shared.in_flight[halves] = True
             inside = offsets < read[:, None]
+            self.memory.check((source[:, None] + offsets)[inside])
             data = self.memory.bytes[np.where(inside, source[:, None] + offsets, 0)]
-            self.copies.append((chosen, target, np.where(inside, data, 0), words))
+            self.copies.append((chosen, target, np.where(inside, data, 0), halves))
 
     def _land(self, copies):
-        for chosen, target, data, words in copies:
+        for chosen, target, data, halves in copies:
             self.shared.bytes[target[:, None] + np.arange(data.shape[1])] = data
-            self.shared.in_flight[words] = False
-            self.shared.write_epoch[words] = self.shared.epoch
-            self.shared.writer[words] = self.shared.warp[chosen, None]
+            self.shared.in_flight[halves] = False
+            self.shared.write_epoch[halves] = self.shared.epoch
+            self.shared.writer[halves] = self.shared.warp[chosen, None]

@@ -102,8 +102,8 @@ def eager_results(inputs, **options):
     return outputs_and_grads(selective_scan, inputs, impl="reference", **options)
 
 
-def assert_accurate(draws, *, dt_softplus=True, on_gpu=3):
-    actual = [run(inputs, dt_softplus=dt_softplus) for inputs in draws]
+def assert_accurate(draws, *, dt_softplus=True, impl="gluon", on_gpu=3):
+    actual = [run(inputs, dt_softplus=dt_softplus, impl=impl) for inputs in draws]
     eager = [eager_results(inputs, dt_softplus=dt_softplus) for inputs in draws]
     exact = [outputs_and_grads(scan_oracle, in_float64(i), dt_softplus=dt_softplus) for i in draws]
     # in float32 the special-function unit errs by 2 units in the last place, a CPU's exp by half
@@ -348,6 +348,51 @@ def test_emulator_notices_a_missing_barrier(monkeypatch):
     monkeypatch.setattr(ptx_emulator, "run_kernel", without_barriers)
     with pytest.raises(ptx_emulator.Race, match="shared words"):
         run(make_small())
+
+
+@pytest.mark.skipif(HOPPER or not EMULATED, reason="asks something of the emulator")
+@pytest.mark.parametrize("missing", ["group_states", "BC"])
+def test_emulator_notices_memory_of_no_tensor(missing, monkeypatch):
+    import ptx_emulator
+
+    from xtuner_mamba.ops.selective_scan import gluon_bwd
+
+    allocate, launch = gluon_bwd.allocate_group_states, gluon_bwd._launch_fwd
+
+    def allocate_less(A, total, *widths):
+        return allocate(A, total - 4, *widths)
+
+    def launch_with_less(x, dt, A, BC, *args, **options):
+        launch(x, dt, A, BC[:-1].clone(), *args, **options)
+
+    if missing == "group_states":
+        monkeypatch.setattr(gluon_bwd, "allocate_group_states", allocate_less)
+    else:
+        monkeypatch.setattr(gluon_bwd, "_launch_fwd", launch_with_less)
+    with pytest.raises(ptx_emulator.OutOfBounds, match="global bytes"):
+        run(make_small())
+
+
+@pytest.mark.skipif(HOPPER or not EMULATED, reason="a GPU runs test_triton_kernels.py")
+@pytest.mark.parametrize("limits", [None, (30, 20)], ids=["whole", "in chunks"])
+def test_plain_triton_compiles_to_the_same(limits, monkeypatch):
+    # the interpreter sees no compiler, no race, and no address outside of a tensor
+    from xtuner_mamba.ops.selective_scan import triton as plain
+    from xtuner_mamba.ops.selective_scan import triton_bwd, triton_fwd
+
+    monkeypatch.setattr(plain, "check_triton_takes", lambda *args: None)
+    names = {triton_fwd: ["_scan_fwd_kernel"], triton_bwd: ["_scan_bwd_kernel"]}
+    if limits is not None:
+        monkeypatch.setattr(chunks, "_limits", lambda *_: limits)
+        names[chunks] = ["_chunk_kernel", "_carry_kernel"]
+    for module in names:
+        for name in names[module]:
+            monkeypatch.setattr(module, name, emulated(module, name))
+    draws = [
+        make_scan_inputs([5, 1, 17, 2, 70], dim=40, dstate=16, dtype=torch.bfloat16, seed=seed)
+        for seed in range(3)
+    ]
+    assert_accurate(draws, impl="triton")
 
 
 def test_a_gpu_without_gluon_takes_triton_and_says_why_once(monkeypatch, caplog):
