@@ -136,7 +136,7 @@ class EmulatedKernel:
                     attributes[i,] = [["tt.divisibility", 16]]
                 params.append(arg)
             signature = {name: types.get(name, "constexpr") for name in self.kernel.arg_names}
-            key = str((signature, constants, attributes))
+            key = str((signature, constants, attributes, num_warps, maxnreg))
             if key not in self.compiled:
                 source = GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource
                 self.compiled[key] = triton.compile(
