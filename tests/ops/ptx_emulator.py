@@ -4,7 +4,8 @@ All threads of a block run in lockstep, every register an array over them, block
 another. That asks for branches that a whole block takes alike, which the kernels have. What
 lockstep would hide, the shared memory reports: what two warps touch, one of them writing, without
 a barrier between, or what a copy in flight may still overwrite, raises :class:`Race`. Global memory
-outside of all tensors raises :class:`OutOfBounds`.
+outside of all tensors raises :class:`OutOfBounds`, an address that is no multiple of what is moved
+:class:`Misaligned`.
 The special-function unit is exact here but for one rounding; how far it errs is a GPU's to show.
 """
 
@@ -44,7 +45,22 @@ class Race(AssertionError):
 
 
 class OutOfBounds(AssertionError):
-    """A byte of global memory that is no tensor's."""
+    """A byte of global memory that is no tensor's, or of shared memory that the block has not."""
+
+
+class Misaligned(AssertionError):
+    """An address that a GPU would refuse for a load, store or copy of this width."""
+
+
+def check_alignment(addresses: np.ndarray, size: int) -> None:
+    if (addresses % size).any():
+        raise Misaligned(
+            f"{size} bytes at {np.unique(addresses[addresses % size != 0])[:8].tolist()}"
+        )
+
+
+# between tensors: further than from a state, row or tile to the next
+_GAP = 2**20
 
 
 class GlobalMemory:
@@ -58,7 +74,7 @@ class GlobalMemory:
             if storage.data_ptr() not in self.storages:
                 content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
                 self.storages[storage.data_ptr()] = end, content
-                end += -(-len(content) // 256) * 256 + 256
+                end += -(-len(content) // 256) * 256 + _GAP
         self.bytes, self.is_owned = np.full(end, 0xFF, np.uint8), np.zeros(end, bool)
         for first, content in self.storages.values():
             self.bytes[first : first + len(content)] = content
@@ -92,6 +108,8 @@ class SharedMemory:
         self.in_flight = np.zeros(halves, bool)
 
     def check(self, addresses: np.ndarray, size: int, warps: np.ndarray, *, write: bool) -> None:
+        if ((addresses < 0) | (addresses + size > len(self.bytes))).any():
+            raise OutOfBounds(f"shared bytes {np.unique(addresses)[[0, -1]].tolist()}")
         halves = (addresses[:, None] + np.arange(0, size, 2)) // 2
         warps = np.broadcast_to(warps[:, None], halves.shape)
         clash = self.in_flight[halves]
@@ -399,6 +417,7 @@ class _Block:
         dtype, address = _DTYPES[kind], self._address(operands[1])
         size = np.dtype(dtype).itemsize
         chosen = np.arange(self.num_threads) if active is None else np.flatnonzero(active)
+        check_alignment(address[chosen], size * len(names))
         space = self.memory
         if mods[0].startswith("shared"):
             space = self.shared
@@ -416,6 +435,7 @@ class _Block:
         names, dtype = self._names(operands[1]), _DTYPES[mods[-1]]
         address, size = self._address(operands[0]), np.dtype(dtype).itemsize
         chosen = np.arange(self.num_threads) if active is None else np.flatnonzero(active)
+        check_alignment(address[chosen], size * len(names))
         space = self.memory
         if mods[0].startswith("shared"):
             space = self.shared
@@ -465,6 +485,7 @@ class _Block:
             chosen = np.arange(self.num_threads) if active is None else np.flatnonzero(active)
             target, source = (self._address(o)[chosen] for o in operands[:2])
             offsets, size = np.arange(int(operands[2], 0)), int(operands[2], 0)
+            check_alignment(np.concatenate([target, source]), size)
             read = np.full(len(chosen), size)
             if len(operands) == 4:
                 read = self._get(operands[3], "u32").astype(np.int64)[chosen]

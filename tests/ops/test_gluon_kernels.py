@@ -351,6 +351,15 @@ def test_emulator_notices_a_missing_barrier(monkeypatch):
 
 
 @pytest.mark.skipif(HOPPER or not EMULATED, reason="asks something of the emulator")
+def test_emulator_notices_an_address_between_two_words():
+    import ptx_emulator
+
+    load = ".entry f(\n) {\nld.param.b64 %rd1, [f_param_0]; ld.global.b32 %r1, [%rd1+2]; ret;"
+    with pytest.raises(ptx_emulator.Misaligned, match=r"4 bytes at \[4098\]"):
+        ptx_emulator.run_kernel(load, 1, 32, 0, [torch.zeros(8)])
+
+
+@pytest.mark.skipif(HOPPER or not EMULATED, reason="asks something of the emulator")
 @pytest.mark.parametrize("missing", ["group_states", "BC"])
 def test_emulator_notices_memory_of_no_tensor(missing, monkeypatch):
     import ptx_emulator

@@ -290,21 +290,28 @@ def test_gated_norm_errs_like_eager(ngroups, headdim, before_gate, dtype):
     assert relative_rms(rounded, exact["dweight"]) < 4 * torch.finfo(dtype).eps
 
 
-def test_a_gated_norm_takes_tokens_in_any_order_of_memory():
+def test_a_gated_norm_takes_tensors_in_any_order_of_memory():
     grid = make_grid([3, 1])
     draw = torch.Generator().manual_seed(0)
-    y = torch.randn(1, 8, 2, 4, generator=draw).to(DEVICE)
-    z, weight = y[0, :4].flip(0), torch.ones(8, device=DEVICE)
+    shapes = (1, 8, 2, 4), (4, 2, 4), (8,), (4, 2, 4)
+    tensors = [torch.randn(shape, generator=draw).to(DEVICE) for shape in shapes]
 
-    def run(y):
-        y = y.detach().requires_grad_()
+    def run(tensors):
+        y, z, weight = leaves = [t.detach().requires_grad_() for t in tensors[:3]]
         out = triton_gated_norm.gate_and_norm(y, z, GatedNorm(weight, 1e-5), grid, 2, None)
-        return out, *torch.autograd.grad(out, y, z)
+        return out, *torch.autograd.grad(out, leaves, tensors[3])
 
-    transposed = y.mT.contiguous().mT
-    assert not transposed.is_contiguous()
-    for result, expected in zip(run(transposed), run(y)):
-        assert torch.equal(result, expected)
+    expected = run(tensors)
+    for i, tensor in enumerate(tensors):
+        orders = [torch.stack([tensor, tensor], -1)[..., 0]]
+        if tensor.ndim > 1:
+            orders.append(tensor.mT.contiguous().mT)
+        for other in orders:
+            assert not other.is_contiguous()
+            for result, of_contiguous in zip(
+                run([*tensors[:i], other, *tensors[i + 1 :]]), expected
+            ):
+                assert torch.equal(result, of_contiguous)
 
 
 def test_rows_of_a_gated_norm_may_lie_as_far_apart_as_memory_reaches():
