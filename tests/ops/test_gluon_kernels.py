@@ -37,6 +37,9 @@ DEVICE = torch.device("cuda" if HOPPER else "cpu")
 runs_kernels = pytest.mark.skipif(
     not (HOPPER or EMULATED), reason="test_all_of_this_file_in_the_emulator runs it"
 )
+asks_the_emulator = pytest.mark.skipif(
+    HOPPER or not EMULATED, reason="asks the emulator something that a GPU does not tell"
+)
 OF_TOKENS = ["y", "dx", "ddt", "dB", "dC", "dz"]
 OF_STATES = ["final_states", "dinitial_states"]
 
@@ -339,7 +342,7 @@ def test_the_convs_dx_has_the_same_bits_without_its_filters_gradient(has_fork, m
     assert torch.equal(*dxs)
 
 
-@pytest.mark.skipif(HOPPER or not EMULATED, reason="asks something of the emulator")
+@asks_the_emulator
 def test_emulator_notices_a_missing_barrier(monkeypatch):
     import ptx_emulator
 
@@ -350,7 +353,7 @@ def test_emulator_notices_a_missing_barrier(monkeypatch):
         run(make_small())
 
 
-@pytest.mark.skipif(HOPPER or not EMULATED, reason="asks something of the emulator")
+@asks_the_emulator
 def test_emulator_notices_an_address_between_two_words():
     import ptx_emulator
 
@@ -359,7 +362,7 @@ def test_emulator_notices_an_address_between_two_words():
         ptx_emulator.run_kernel(load, 1, 32, 0, [torch.zeros(8)])
 
 
-@pytest.mark.skipif(HOPPER or not EMULATED, reason="asks something of the emulator")
+@asks_the_emulator
 @pytest.mark.parametrize("missing", ["group_states", "BC"])
 def test_emulator_notices_memory_of_no_tensor(missing, monkeypatch):
     import ptx_emulator
@@ -382,7 +385,7 @@ def test_emulator_notices_memory_of_no_tensor(missing, monkeypatch):
         run(make_small())
 
 
-@pytest.mark.skipif(HOPPER or not EMULATED, reason="a GPU runs test_triton_kernels.py")
+@asks_the_emulator
 @pytest.mark.parametrize("limits", [None, (30, 20)], ids=["whole", "in chunks"])
 def test_plain_triton_compiles_to_the_same(limits, monkeypatch):
     # the interpreter sees no compiler, no race, and no address outside of a tensor
